@@ -289,6 +289,53 @@ def test_more_work_never_takes_less_time() -> None:
                 assert more >= before, (method, layout, change)
 
 
+def test_a_batch_is_sent_to_the_ranks_that_share_it() -> None:
+    """4 GB at 1 GB/s; the first device alone may have made it itself."""
+    load = replace(SCORE, batch_bytes=4e9)
+    for layout, first, seconds in (("d1", 0, 0.0), ("d1", 1, 4.0), ("d4", 0, 1.0), ("t2", 0, 4.0)):
+        parts = [
+            estimate_call(SMALL, each, mesh(layout, first), RATES).parts for each in (SCORE, load)
+        ]
+        assert parts[1]["messages"] - parts[0]["messages"] == pytest.approx(seconds)
+
+
+# Eight experts of which two process a token; each has 3 x 100 x 200 weights
+SPARSE = replace(TRAINED, experts=8, chosen_experts=2)
+SPARSE = replace(
+    SPARSE,
+    shape=replace(SPARSE.shape, parameters=4 * (30_000 + 480_000) + 200_000, trainable=2_240_000),
+)
+
+
+def test_experts_are_divided_over_other_ranks_than_the_rest() -> None:
+    assert SPARSE.expert_elements == 480_000
+    experts = 4 * 480_000
+    rest = SPARSE.shape.parameters - experts
+    for layout, stored in (
+        ("d4f1e4", rest + experts / 4),
+        ("d4f4e2", rest / 4 + experts / 4),
+        ("d4f2e4", rest / 2 + experts / 4),
+        ("d2f1t2e2", rest / 2 + experts / 4),
+    ):
+        found = SPARSE.count_stored_parameters(Layout.parse(layout))
+        assert found == pytest.approx(stored), layout
+        held = estimate_role_memory(SPARSE, [TRAIN], Layout.parse(layout), RATES)
+        assert held.parameters == 4 * stored and held.optimizer == 8 * stored
+
+
+def test_rows_are_sent_to_the_experts_and_back() -> None:
+    """Forward and backward, each there and back, in four layers; half of the rows stay."""
+    load = replace(TRAIN, num_updates=1)
+    alone, shared = (
+        estimate_call(SPARSE, load, mesh(layout), RATES).parts["messages"]
+        for layout in ("d2f1", "d2f1e2")
+    )
+    busiest = 1 + 0.6 / 2
+    rows = 400 * 2 * 100 * 4 * busiest / 2 / 1e9
+    sums = 2 * 4 / 2 * (2_240_000 - (2_240_000 - 4 * 480_000 / 2)) / 1e9
+    assert shared - alone == pytest.approx(4 * 2 * 2 * rows - sums)
+
+
 def test_parts_add_up_to_the_call() -> None:
     for load, layout in ((TRAIN, "d2f2"), (SAMPLE, "t2"), (SCORE, "p2")):
         found = estimate_call(TRAINED, load, mesh(layout), RATES)

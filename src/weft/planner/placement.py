@@ -17,7 +17,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.graph.mfc import MFCDef
+from weft.graph.mfc import MFCDef, Offload
 from weft.options import option
 from weft.planner.candidates import compute_max_context, list_meshes
 from weft.planner.cluster import Cluster
@@ -52,6 +52,7 @@ LEAST_SAMPLED_PROMPT = 65
 LEAST_SPARED_KEYS = 256
 SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})
 LEAST_SAVED = 0.02
+ID_BYTES, VALUE_BYTES = 8, 4  # bytes of a token id in a batch, and of a value of a token
 
 
 @dataclass
@@ -377,8 +378,25 @@ def build_workload(
         attended_length=None
         if measured is None
         else measured.compute_attended_length(lengths.answer),
+        batch_bytes=_count_batch_bytes(experiment, lengths, keys, samples),
         cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
+        offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
     )
+
+
+def _count_batch_bytes(
+    experiment: Experiment, lengths: CallLengths, keys: Collection[str], samples: int
+) -> float:
+    """Return the size of a call's batch: token ids of 8 bytes, other values of an answer of 4."""
+    each = 0.0
+    for key in keys:
+        if key == "prompt":
+            each += ID_BYTES * lengths.prompt / samples
+        elif key == "completion":
+            each += ID_BYTES * lengths.answer
+        else:
+            each += VALUE_BYTES * lengths.answer
+    return each * samples * _count_ids(experiment, lengths)
 
 
 def _estimate_shared_tokens(

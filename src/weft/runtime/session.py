@@ -13,6 +13,8 @@ from weft.data.loader import LoadedData
 from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
 from weft.experiment import Experiment
 from weft.graph.draw import to_svg
+from weft.graph.mfc import HostFunction
+from weft.observe.host_times import HostTimes
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
 from weft.observe.predicted import PredictedStep
@@ -121,6 +123,11 @@ class Session:
         self._profiling = StepProfiler(
             self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
         )
+        graph = parts.experiment.graph
+        functions = [node.name for node in graph.nodes if isinstance(node, HostFunction)]
+        # Steps that overlap do not wait for them.
+        overlaps = any(edge.max_staleness for edge in graph.version_edges)
+        self._host_times = HostTimes(() if overlaps else functions)
         self._show = show or DisplayOptions()
         self._notes: list[str] = []  # messages collected until the observer is open
         self._recorder: FiringRecorder | None = None
@@ -388,7 +395,8 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
-        line |= self._parts.predicted.metrics
+        line |= self._host_times.complete(self._parts.predicted)
+        self._host_times.record(line)
         compares = due["evaluate"] or over
         if compares:
             line |= self._evaluate()
