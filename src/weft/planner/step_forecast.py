@@ -16,11 +16,12 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
+from weft.planner.cluster import Cluster
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
+from weft.planner.problem import PlacementUnit
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import PlacementUnit
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,27 @@ def forecast_step(
     search: SearchSpec,
     written: DatasetSpec,
     rows: RowLengths | None = None,
+    cluster: Cluster | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
 
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
     and `written` give the lengths of prompts and answers: the assumptions that the user set, and
     the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
-    were read.
+    were read. `cluster` has the kinds of devices if there are several.
     """
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
     loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
     units = _build_units(experiment, known)
     problem = build_problem(
-        experiment, units, networks, loads, rates, num_devices=experiment.num_devices
+        experiment,
+        units,
+        networks,
+        loads,
+        rates,
+        num_devices=experiment.num_devices,
+        cluster=cluster,
     )
     estimate = problem.estimate([0] * len(units))
     forecasts = {}

@@ -22,6 +22,7 @@ from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
+from weft.planner.plan_file import PLAN
 from weft.redaction import mask_values
 from weft.runtime.best import BestTracker
 from weft.runtime.calls import WorkerGroup
@@ -518,6 +519,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     directory.set_status("running", step)
     write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    if parts.experiment.plan:
+        write_text(directory.path / PLAN, parts.experiment.plan)
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
