@@ -31,9 +31,9 @@ class HostTimes:
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Add the times of a step; `metrics` are those of its line of metrics.jsonl."""
         for name, times in self._seconds.items():
-            seconds = metrics.get(f"{TIME}{name}")
-            if is_finite(seconds):
-                times.append(float(seconds))
+            key = f"{TIME}{name}"
+            if is_finite(metrics.get(key)):
+                times.append(float(metrics[key]))
 
     def complete(self, prediction: PredictedStep) -> dict[str, float]:
         """Return the predicted metrics of the next step, with the host functions of past ones.
