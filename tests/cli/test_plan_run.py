@@ -48,9 +48,9 @@ def test_a_model_that_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[
     assert found["run_seconds"] == pytest.approx(100 * found["step_seconds"])
     tokens = 32 * 1024
     assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"])
-    # Six FLOPs per token and parameter, without the embedding, at 65% of 989 TFLOP/s at most
-    least = 6 * (8.03e9 - 128256 * 4096) * tokens / (0.65 * 989e12)
-    assert least <= found["step_seconds"] <= 2 * least
+    # Six FLOPs per token and parameter, without the embedding, at 989 TFLOP/s at most
+    least = 6 * (8.03e9 - 128256 * 4096) * tokens / 989e12
+    assert least <= found["step_seconds"] <= 4 * least
     assert found["bound"]["products"] > 0.5
     options = {each["options"]: each for each in found["options"]}
     assert all(each["fits"] for each in options.values())

@@ -68,7 +68,7 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a plan assumes of its run; values that are None are not compared.
+    """Assumptions of a plan on its run; values that are None are not compared.
 
     Attributes:
         devices: Number of devices of all machines.
@@ -124,7 +124,7 @@ class PlacementPlan:
 
     Attributes:
         calls: Layout and devices of each call.
-        facts: What the plan assumes of its run.
+        facts: Assumptions on the run.
         estimates: Estimates for information: step_seconds, device, ...
         source: Name of the file, for messages.
         lines: Line of each key in the file, such as "calls.actor_gen.layout".
