@@ -39,6 +39,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     """8 billion parameters need 18 bytes each: 134.6 GiB, and activations."""
     found = report(capsys, *LARGE_WORDS, "max_steps=100")
@@ -60,6 +61,7 @@ def test_a_model_that_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.slow
 def test_each_option_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """The forecast of an option is that of the run with this option."""
     options = report(capsys, *LARGE_WORDS)["options"]
@@ -70,6 +72,7 @@ def test_each_option_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
         assert again["fits"] and again["devices"] == each["devices"]
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_and_what_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*LARGE_WORDS, "n_gpus_per_node=8", "model.layout=d8", "gradient_checkpointing=true")
     found = report(capsys, *words)
@@ -83,6 +86,7 @@ def test_a_model_that_fits_and_what_is_faster(capsys: pytest.CaptureFixture[str]
         assert each["fits"] and (faster or each["memory_gb"] < 0.91 * found["memory_gb"])
 
 
+@pytest.mark.slow
 def test_models_in_float32_are_compared_with_bfloat16(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +94,7 @@ def test_models_in_float32_are_compared_with_bfloat16(
     assert options and all(each["options"].startswith("model.dtype=bfloat16") for each in options)
 
 
+@pytest.mark.slow
 def test_the_page_names_times_memory_and_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run", *LARGE_WORDS, "--steps", "1000"]) == 0
     page = capsys.readouterr().out
@@ -99,6 +104,14 @@ def test_the_page_names_times_memory_and_lengths(capsys: pytest.CaptureFixture[s
     assert main(["plan", "run", *LARGE_WORDS, "--no-options"]) == 0
     page = capsys.readouterr().out
     assert "set max_steps=N" in page and "options  " not in page
+
+
+def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft", "model.path=tiny", "search.gpu=T4", "model.dtype=bfloat16", "--no-data")
+    assert main(["plan", "run", *words]) == 0
+    page = capsys.readouterr().out
+    assert "faster, or with less memory:" in page and "\nas set  " in page
+    assert "dataset.train_bs_n_seqs=64" in page
 
 
 def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str]) -> None:

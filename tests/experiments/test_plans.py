@@ -164,6 +164,15 @@ def test_a_run_on_another_kind_of_device_or_batch_is_planned_again(folder: Path)
     assert any("saved for 64 rows per step, and this run has 32: planned again" in n for n in notes)
 
 
+def test_a_run_with_other_layouts_is_planned_again(folder: Path) -> None:
+    run = save(grpo(folder, "search").build())
+    other = grpo(folder, "search", resume_from=str(run))
+    other.actor_gen.layout = "t8"
+    again = other.build()
+    assert again.call_meshes["actor_gen"].layout.tensor == 8
+    assert any("does not suit the options (runs/e/t/plan.yaml" in note for note in again.plan_notes)
+
+
 def test_the_plan_of_a_run_with_another_mode_is_ignored(folder: Path) -> None:
     save(grpo(folder, "heuristic").build())
     notes = grpo(folder, "search").build().plan_notes

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, find_nearest
-from weft.reading import parse_yaml, read_text
+from weft.reading import parse_yaml, read_text, refuse_url
 from weft.topology import LETTERS, Layout, Mesh, parse_mesh
 
 FORMAT = 1
@@ -190,6 +190,7 @@ def find_differing_calls(one: PlacementPlan, other: PlacementPlan) -> list[str]:
 
 def read_plan(path: str | Path, option: str) -> PlacementPlan:
     """Return the plan in a file. `option` names the option in messages on a file that is missing."""
+    refuse_url(path, f"{option}={path}", ConfigError)
     place = Path(path).expanduser()
     if not place.exists():
         raise ConfigError(
