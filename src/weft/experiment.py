@@ -153,8 +153,7 @@ class Experiment:
     plan_notes: Sequence[str] = ()  # lines printed before the run: sizes and counts
     # estimates of allocation_mode=search, as plain values
     search: Mapping[str, Any] = field(default_factory=dict)
-    # contents of plan.yaml in the run's folder: the placement by allocation_mode=search or by a
-    # plan file, which the run keeps when it is resumed; empty: the options set all layouts
+    # contents of the run's plan.yaml, which it keeps when it is resumed; "": no plan sets layouts
     plan: str = ""
 
     def get_node(self, name: str) -> Node:

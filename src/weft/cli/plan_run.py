@@ -65,7 +65,7 @@ def build_planned_config(words: Sequence[str]) -> RunConfig:
     return replace(config, recover_mode="disabled")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def print_forecast(arguments: argparse.Namespace) -> None:
     """Print the forecast of a run. Raises `UserError` for unusable options."""
     from weft.launch.plan import compare_with_plan
     from weft.launch.plan_run import forecast_run, format_options, select_options

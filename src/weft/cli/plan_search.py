@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def print_search(arguments: argparse.Namespace) -> None:
     """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
     With a single device, or if every role has a layout, there is nothing to choose: then the time
@@ -107,12 +107,12 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines))
 
 
-def _compare(path: str, mine: RunForecast, found: RunForecast) -> str:
+def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
     """Return a line that compares the plan of a file with the placement that was found."""
-    a, b = mine.step.step_seconds, found.step.step_seconds
+    a, b = mine.step.step_seconds, best.step.step_seconds
     fits = "" if mine.fits else ", which does not fit"
     line = f"{path}: {a:.3g} s per step and {mine.needed / GIB:.1f} GiB of a device{fits}; the search finds "
-    line += f"{b:.3g} s and {found.needed / GIB:.1f} GiB"
+    line += f"{b:.3g} s and {best.needed / GIB:.1f} GiB"
     return line if b == a else f"{line} ({a / b:.2f} times as fast)"
 
 

@@ -310,14 +310,14 @@ def _list_memory_words(run: RunForecast, trained: Mapping[str, ModelSpec]) -> It
     if not any(case.settings.trained for case in cases.values()):
         return
     count = run.experiment.num_devices
-    for found in list_memory_options(cases, run.memory.missing)[1:]:
-        if found.devices > 1 and (count > 1 or len(run.experiment.roles) > 1):
+    for memory_option in list_memory_options(cases, run.memory.missing)[1:]:
+        if memory_option.devices > 1 and (count > 1 or len(run.experiment.roles) > 1):
             continue
-        for text in dict.fromkeys([found.options, found.options.split()[-1]]):
+        for text in dict.fromkeys([memory_option.options, memory_option.options.split()[-1]]):
             words = _prefix(trained, text)
-            if found.devices > 1:
-                words = (*words, f"n_gpus_per_node={found.devices}")
-            yield RunOption(words, found.lacks)
+            if memory_option.devices > 1:
+                words = (*words, f"n_gpus_per_node={memory_option.devices}")
+            yield RunOption(words, memory_option.lacks)
     if len(run.experiment.roles) > 1:
         others = [name for name, spec in run.experiment.roles.items() if not spec.offload]
         yield RunOption(tuple(f"{role}.offload=true" for role in others))
