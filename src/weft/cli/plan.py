@@ -1,7 +1,7 @@
 """`weft plan`: show what a run would do, without running it.
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
-the estimated times. `cost` compares GPUs by time and price. `realloc` shows the transfers that
+the estimated times. `show` writes a page with simulated steps. `cost` compares GPUs by time and price. `realloc` shows the transfers that
 move parameters between two layouts. `memory` shows which GPUs have enough memory to train a model.
 `profile` measures a model's parts on this machine, so that estimated times are right.
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import overrides, plan_profile
+from weft.cli import overrides, plan_profile, plan_show
 from weft.cli.parsing import CommandParser
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
@@ -115,6 +115,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "cost":
         print_cost(arguments)
         return 0
+    if arguments.command == "show":
+        plan_show.run(arguments, _name_run(arguments.words))
+        return 0
     if arguments.command == "profile":
         plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))
         return 0
@@ -128,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,cost,realloc,memory,profile}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,show,cost,realloc,memory,profile}")
     summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",
@@ -138,6 +141,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     looked.add_argument("words", **WORDS)
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    plan_show.add_parser(commands, WORDS)
     _add_cost_parser(commands)
     summary = "the transfers that move a role's parameters from one layout to another"
     realloc_parser = commands.add_parser(

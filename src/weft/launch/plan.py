@@ -25,7 +25,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.launch.facts import TargetDevices, forecast, predict_facts
+from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
@@ -149,7 +149,14 @@ def forecast_run_step(
     if data is not None:
         size = experiment.graph.get_node(experiment.steps_follow).batch_size
         rows = sample_lengths(data, size or 1)
-    forecast = forecast_step(experiment, networks, rates, search, written, rows)
+    shared_roles = {}
+    for role in networks:
+        base = find_shared_base(experiment, role)
+        if base is not None and base in networks:
+            shared_roles[role] = base
+    forecast = forecast_step(
+        experiment, networks, rates, search, written, rows, shared_roles
+    )
     return replace(forecast, notes=notes)
 
 

@@ -8,7 +8,7 @@ describes the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -20,7 +20,7 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import PlacementUnit
+from weft.planner.search import PlacementEstimate, PlacementProblem, PlacementUnit
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class StepForecast:
         left_out: Roles whose calls are not included, because their network is not known.
         basis: What the forecast is based on, for example "estimated speeds of a CPU".
         notes: Messages to the user, for example on a profile that could not be used.
+        problem: Problem of placing the calls, with the workloads that the forecast is made from.
+        estimate: Estimate of the placement that the run has.
     """
 
     step_seconds: float
@@ -62,11 +64,16 @@ class StepForecast:
     calls: Mapping[str, CallForecast]
     left_out: tuple[str, ...]
     basis: str
+    problem: PlacementProblem
+    estimate: PlacementEstimate
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
-        return asdict(self)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["problem"], values["estimate"]
+        values["calls"] = {name: asdict(call) for name, call in self.calls.items()}
+        return values
 
     def format_lines(self, steps: int | None = None) -> list[str]:
         """Return lines with the duration of a step, and what each call contributes to it.
@@ -100,20 +107,27 @@ def forecast_step(
     search: SearchSpec,
     written: DatasetSpec,
     rows: RowLengths | None = None,
+    shared_roles: Mapping[str, str] | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
 
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
     and `written` give the lengths of prompts and answers: the assumptions that the user set, and
     the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
-    were read.
+    were read. `shared_roles` are those of `PlacementProblem`.
     """
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
     loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
     units = _build_units(experiment, known)
     problem = build_problem(
-        experiment, units, networks, loads, rates, num_devices=experiment.num_devices
+        experiment,
+        units,
+        networks,
+        loads,
+        rates,
+        num_devices=experiment.num_devices,
+        shared_roles=shared_roles,
     )
     estimate = problem.estimate([0] * len(units))
     forecasts = {}
@@ -132,6 +146,8 @@ def forecast_step(
         forecasts,
         left_out,
         rates.basis,
+        problem,
+        estimate,
     )
 
 

@@ -18,6 +18,7 @@ from weft.observe.observer import METRICS, RunObserver
 from weft.observe.predicted import PredictedStep
 from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
+from weft.observe.shown_plan import write_plan
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
 from weft.redaction import mask_values
@@ -510,6 +511,7 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     directory.set_status("running", step)
     write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    write_plan(directory.path, parts.predicted.plan)
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
