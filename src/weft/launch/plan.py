@@ -137,7 +137,12 @@ def forecast_run_step(
         rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
-    written = read(DatasetSpec(), options.get("dataset") or {})
+    # Limits that weft has chosen, such as the model's context, are not what rows are like.
+    given = {}
+    for name, value in (options.get("dataset") or {}).items():
+        if f"dataset.{name}" not in experiment.chosen:
+            given[name] = value
+    written = read(DatasetSpec(), given)
     # A profile of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():

@@ -41,18 +41,19 @@ class TypicalStep:
 def find_typical_step(run: RunFiles) -> TypicalStep | None:
     """Return the step whose duration is the median of all steps but the first.
 
-    Returns None if the run has no step with both a duration and a timeline.
+    Steps in which a node is missing do not count: the last steps of a run sample nothing if sampling
+    runs ahead. Returns None if the run has no step with both a duration and a timeline.
     """
     starts: dict[int, list[tuple[str, float, float]]] = {}
     for span in run.spans:
         if span.step is not None and span.group in (ROLES, HOST):
             starts.setdefault(span.step, []).append((span.name, span.start, span.seconds))
-    lines = []
-    for line in select_compared(run.lines):
-        if line["step"] in starts:
-            lines.append(line)
+    lines = [line for line in select_compared(run.lines) if line["step"] in starts]
     if not lines:
         return None
+    nodes = {line["step"]: len({name for name, *_ in starts[line["step"]]}) for line in lines}
+    most = max(nodes.values())
+    lines = [line for line in lines if nodes[line["step"]] == most]
     middle = median_low([float(line[STEP_SECONDS]) for line in lines])
     line = next(line for line in lines if float(line[STEP_SECONDS]) == middle)
     step = int(line["step"])
@@ -88,8 +89,11 @@ def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
 def _render_lanes(plan: ShownPlan, typical: TypicalStep) -> str:
     """Render two tracks for each node: the predicted time above, the measured time below."""
     predicted = _collect_predicted(plan)
-    names = list_nodes(plan.spans)
-    names += [name for name in typical.bars if name not in names]
+    # Nodes in the order in which they ran
+    begins = {name: bars[0][0] for name, bars in typical.bars.items()}
+    for name in list_nodes(plan.spans):
+        begins.setdefault(name, predicted.get(name, [(0.0, 0.0)])[0][0])
+    names = sorted(begins, key=lambda name: begins[name])
     ends = [start + seconds for bars in predicted.values() for start, seconds in bars]
     ends += [start + seconds for bars in typical.bars.values() for start, seconds in bars]
     length = max([typical.seconds, plan.step_seconds, *ends])
@@ -112,7 +116,7 @@ def _render_lanes(plan: ShownPlan, typical: TypicalStep) -> str:
         f"{typical.step}, the median of the steps after the first: predicted "
         f"{escape(format_seconds(plan.step_seconds))} a step, measured "
         f"{escape(format_seconds(typical.seconds))}.</p>"
-        f'<div class="gantt">{"".join(rows)}{render_time_axis(length)}</div>'
+        f'<div class="gantt pairs">{"".join(rows)}{render_time_axis(length)}</div>'
     )
 
 

@@ -154,14 +154,12 @@ def render_placement(plan: ShownPlan) -> str:
     rows = []
     for call in plan.calls:
         bars = []
-        for number in call.groups:
-            for first, stop in plan.groups[number].intervals:
-                left, width = 100 * first / plan.num_devices, 100 * (stop - first) / plan.num_devices
-                bars.append(
-                    f'<i style="left:{left:.3f}%;width:{width:.3f}%;{styles[call.name]}"></i>'
-                )
-        devices = _describe_call_devices(plan, call)
-        text = f"{call.layout} on {devices}"
+        intervals = _join_intervals(plan, call)
+        for first, stop in intervals:
+            left = 100 * first / plan.num_devices
+            width = 100 * (stop - first) / plan.num_devices
+            bars.append(f'<i style="left:{left:.3f}%;width:{width:.3f}%;{styles[call.name]}"></i>')
+        text = f"{call.layout} on {_format_intervals(intervals)}"
         rows.append(
             f'<div class="lane" title="{escape(call.name)}: {escape(text)}">'
             f'<span class="lane-name">{escape(call.name)}</span><div class="track place">'
@@ -175,13 +173,18 @@ def render_placement(plan: ShownPlan) -> str:
     )
 
 
-def _describe_call_devices(plan: ShownPlan, call: ShownCall) -> str:
+def _join_intervals(plan: ShownPlan, call: ShownCall) -> list[list[int]]:
+    """Return the ranks of a call's devices as pairs (first rank, rank after the last one)."""
     intervals: list[list[int]] = []
     for first, stop in sorted(pair for each in call.groups for pair in plan.groups[each].intervals):
         if intervals and intervals[-1][1] == first:
             intervals[-1][1] = stop
         else:
             intervals.append([first, stop])
+    return intervals
+
+
+def _format_intervals(intervals: Sequence[Sequence[int]]) -> str:
     count = sum(stop - first for first, stop in intervals)
     names = []
     for first, stop in intervals[:3]:
@@ -219,9 +222,8 @@ def render_timeline(plan: ShownPlan) -> str:
     width = "" if count <= WIDE_STEPS else f' style="min-width:{100 * count / WIDE_STEPS:.0f}%"'
     label = escape(f"Timeline of {count} steps, {format_seconds(plan.seconds)}")
     return (
-        f'<p class="note">{_describe_steps(plan)} Hatched bars are transfers of newly trained '
-        "weights. Point at a bar for its duration and for what it waits for; the table has the "
-        "same.</p>"
+        f'<p class="note">{_describe_steps(plan)} Point at a bar for its duration and for what it '
+        "waits for; the table has the same.</p>"
         f'<div class="card">{_render_call_legend(plan, styles)}<div class="scroll" tabindex="0" '
         f'role="region" aria-label="{label}"><div class="gantt"{width}>{"".join(rows)}'
         f"{render_time_axis(plan.seconds)}</div></div></div>{_render_span_table(plan)}"
@@ -237,6 +239,8 @@ def _describe_steps(plan: ShownPlan) -> str:
             " Sampling runs ahead of training, so the first steps take longer; later ones take "
             f"{format_seconds(plan.step_seconds)}."
         )
+    if any(span.kind == WEIGHTS for span in plan.spans):
+        text += " Hatched bars are transfers of newly trained weights."
     return escape(text)
 
 
@@ -251,8 +255,10 @@ def _render_track(
     plan: ShownPlan, label: str, spans: Sequence[ShownSpan], styles: Mapping[str, str]
 ) -> str:
     bars = []
+    scale = max(1.0, len(plan.step_ends) / WIDE_STEPS)
     for span in spans:
-        bars.append(_render_bar(span, plan.seconds, styles.get(span.name, format_hue(GREY))))
+        style = styles.get(span.name, format_hue(GREY))
+        bars.append(_render_bar(span, plan.seconds, scale, style))
     for end in plan.step_ends:
         bars.append(f'<s style="left:{100 * end / plan.seconds:.3f}%"></s>')
     if not spans:
@@ -263,13 +269,14 @@ def _render_track(
     )
 
 
-def _render_bar(span: ShownSpan, length: float, style: str) -> str:
+def _render_bar(span: ShownSpan, length: float, scale: float, style: str) -> str:
+    """Render a span on a track of `length` seconds that is `scale` times as wide as the page."""
     left = 100 * span.start / length
     width = 100 * span.seconds / length
     text = f"{describe_span(span)}, {format_seconds(span.seconds)}, step {span.step}"
     note = f"; {span.note}" if span.note else ""
     label = ""
-    if width > 4 + 1.5 * len(span.name) and span.kind != WEIGHTS:
+    if width * scale > 4 + 1.2 * len(span.name) and span.kind != WEIGHTS:
         label = f"<b>{escape(span.name)}</b>"
     kind = ' class="moves"' if span.kind == WEIGHTS else ""
     return (
@@ -294,6 +301,8 @@ def render_time_axis(length: float) -> str:
 
 
 def _render_call_legend(plan: ShownPlan, styles: Mapping[str, str]) -> str:
+    if len(plan.calls) == 1:
+        return ""
     items = "".join(
         f'<li><i class="swatch" style="{styles[call.name]}"></i>{escape(call.name)}</li>'
         for call in plan.calls
@@ -339,7 +348,7 @@ def render_memory(plan: ShownPlan) -> str:
         room = f", of which a run can use {format_size(plan.capacity, 1)} (the dashed line)"
     return (
         f'<p class="note">Memory in use on each device of a group over the simulated '
-        f'steps{escape(room)}.</p><div class="charts">{charts}</div>'
+        f'steps{escape(room)}.</p><div class="charts courses">{charts}</div>'
     )
 
 
@@ -374,6 +383,8 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     peak = f"{format_size(group.peak_bytes)} at most"
     style = "bad" if over else ""
     name = _name_group(group)
+    if len(group.intervals) == 1 and group.num_devices > 1:
+        name = f"devices {name}"
     many = f"{group.num_devices:,} devices" if group.num_devices > 1 else "one device"
     summary = escape(f"Memory of {name}: {peak}")
     return (
@@ -404,7 +415,7 @@ def render_bounds(plan: ShownPlan) -> str:
     bars = "".join(_render_parts(call, hues, longest) for call in plan.calls)
     total = sum(call.seconds + call.transfer_seconds for call in plan.calls) or 1.0
     rows = "".join(_render_bounds_row(call, total, moves=moves) for call in plan.calls)
-    columns = ["call", "seconds", "share", "mostly", *(["weights moved", "in"] if moves else [])]
+    columns = ["call", "seconds", "share", "mostly", *(["weights moved", "moved in"] if moves else [])]
     head = "".join(f'<th scope="col">{name}</th>' for name in columns)
     return (
         '<div class="card">'

@@ -20,6 +20,7 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
 from weft.planner.row_lengths import RowLengths
+from weft.planner.simulation import simulate
 from weft.planner.search import PlacementEstimate, PlacementProblem, PlacementUnit
 
 
@@ -49,7 +50,8 @@ class StepForecast:
     """Forecast of one step.
 
     Attributes:
-        step_seconds: Duration of the step. Calls on separate devices can overlap.
+        step_seconds: Duration of the step, as replayed: calls on separate devices can overlap, and
+            sampling that runs ahead overlaps training.
         num_tokens: Number of tokens of the step's batch, with those that are sampled.
         calls: Forecast of each call of a model with a known network.
         left_out: Roles whose calls are not included, because their network is not known.
@@ -130,6 +132,12 @@ def forecast_step(
         shared_roles=shared_roles,
     )
     estimate = problem.estimate([0] * len(units))
+    step_seconds = estimate.step_seconds
+    if problem.max_staleness:
+        # The replay knows what waits; the estimate is only a lower bound.
+        follow = experiment.steps_follow
+        replayed = simulate(experiment.graph, follow, problem, estimate, steps=1)
+        step_seconds = replayed.step_seconds
     forecasts = {}
     for name, seconds in estimate.seconds.items():
         forecasts[name] = CallForecast(
@@ -141,7 +149,7 @@ def forecast_step(
         )
     left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
     return StepForecast(
-        estimate.step_seconds,
+        step_seconds,
         max(load.num_tokens for load in loads.values()),
         forecasts,
         left_out,
