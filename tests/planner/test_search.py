@@ -10,18 +10,12 @@ import pytest
 
 from tests.planner.decoders import decoder, with_settings
 from weft.planner import search
+from weft.planner.candidates import list_layouts, list_meshes, list_ranges
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.search import (
-    PlacementProblem,
-    PlacementUnit,
-    list_layouts,
-    list_meshes,
-    list_ranges,
-    list_uniform_placements,
-    search_placement,
-)
+from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.search import list_uniform_placements, search_placement
 from weft.topology import Layout, Mesh
 
 RATES = DeviceRates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
@@ -82,7 +76,7 @@ def problem(
 
 def test_meshes_divide_nodes_or_are_made_of_whole_ones() -> None:
     assert list(list_ranges(4, 4)) == [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)]
-    assert [len(ranks) for ranks in list_ranges(6, 2)] == [1] * 6 + [2] * 3 + [6]
+    assert [len(ranks) for ranks in list_ranges(6, 2)] == [1] * 6 + [2] * 3 + [4, 6]
     shown = {str(each).removesuffix("c1e1") for each in list_layouts(4, 2)}
     assert shown == {
         "d4f4t1p1",

@@ -15,7 +15,8 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.planner.cost import CallWorkload
 from weft.planner.devices import DeviceRates, estimate_cpu_rates
-from weft.planner.search import PlacementEstimate, PlacementProblem, PlacementUnit, list_meshes
+from weft.planner.candidates import list_meshes
+from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
 from weft.planner.simulation import Simulation, SimulatedSpan, group_devices, simulate
 from weft.topology import Layout, Mesh

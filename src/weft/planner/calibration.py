@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from weft.planner.compute_times import ComputeTimes
-from weft.planner.cost import CallWorkload, estimate_call, estimate_decode_messages
+from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
+from weft.planner.messages import estimate_decode_messages
 from weft.topology import Layout, Mesh
 
 LEAST_FACTOR = 0.25  # a smaller factor is noise

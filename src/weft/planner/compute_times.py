@@ -11,6 +11,13 @@ from typing import NamedTuple
 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
+from weft.planner.gpu_kernels import (
+    BACKWARD_ATTENTION,
+    ELEMENTWISE_SECONDS,
+    SUSTAINED_SHARE,
+    GpuKernels,
+    KernelTime,
+)
 from weft.planner.memory import SLOTS, WIDE
 from weft.planner.profile import ShapeTimes
 from weft.topology import Layout
@@ -20,6 +27,10 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 # hidden states, and of the MLP
 HIDDEN_TRAFFIC = 12
 INNER_TRAFFIC = 4
+ELEMENTWISE_KERNELS = 6  # norms, residual sums, rotation and activation of a layer
+FUSED_KERNELS = 3  # if sums were fused into norms and the rotation into attention
+LOGIT_TRAFFIC = 12  # bytes read and written of each logit, which is float32
+STEP_SECONDS = 3e-4  # host time between two decode steps
 BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
 PARTS = ("products", "memory", "messages", "overhead", "bubble")
 
@@ -117,6 +128,8 @@ class ComputeTimes:
         rates = self._rates
         key = (self._network, self._tensor, size, rates.threads_used, rates.slowdown)
         if self._profile is None:
+            if rates.kernels is not None:
+                return self._estimate_kernels(rates.kernels, size, SUSTAINED_SHARE)
             return self._estimate_pass(size)
         assert rates.profile is not None
         memo = rates.profile.memo
@@ -129,31 +142,100 @@ class ComputeTimes:
         """Return the cost of a micro-batch from the rates of the device."""
         network, rates = self._network, self._rates
         shape = network.shape
-        width = network.element_bytes
         share = 1.0 / self._tensor
-        attention = 2 * shape.query * size.length * size.tokens * share / rates.attention_share
+        attention = 2 * shape.query * size.length * size.tokens * share
         weights = 2 * network.active * size.tokens * share
         products = CallCost(products=(weights + attention) / rates.flops)
-        reads = CallCost(memory=network.active * share * width / rates.memory_bandwidth)
-        elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
-        traffic = rates.elementwise * elements * width * size.tokens / rates.memory_bandwidth
+        reads = CallCost(
+            memory=network.active * share * network.element_bytes / rates.memory_bandwidth
+        )
         slower = max(products, reads, key=lambda cost: cost.seconds)
         launch = CallCost(overhead=rates.launch)
-        forward = slower.add(launch, CallCost(memory=traffic))
         head = CallCost(products=2 * network.outputs * size.rows * share / rates.flops)
         if not size.trains:
-            return PassCost(forward, CallCost(), head)
+            return PassCost(slower.add(launch), CallCost(), head)
         # The gradients of activations cost a forward pass, those of trained weights a share of one.
-        trained_layers = shape.layers - network.frozen_layers
-        if network.frozen_layers or not network.has_adapters:
-            gradients = 1.0
-        else:
-            gradients = network.num_trained / shape.parameters
-        backward = slower.multiply(1.0 + gradients).add(
-            CallCost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
+        gradients = self._compute_gradient_share()
+        backward = slower.multiply(1.0 + gradients).add(launch.multiply(BACKWARD_LAUNCHES))
+        backward = backward.multiply(self._trained_layers)
+        return PassCost(
+            slower.add(launch), backward, head.multiply(2.0 + gradients + size.repeats_head)
         )
-        backward = backward.multiply(trained_layers / max(1, shape.layers))
+
+    def _estimate_kernels(
+        self, kernels: GpuKernels, size: PassSize, reached: float = 1.0
+    ) -> PassCost:
+        """Return the cost of a micro-batch from the times of a GPU's kernels.
+
+        `reached` is the share of their rates that kernels bound by operations reach.
+        """
+        network, rates = self._network, self._rates
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        products = self._time_products(kernels, size.tokens)
+        attention = kernels.time_attention(size.tokens, size.length, shape.query * share)
+        elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
+        traffic = kernels.time_traffic(elements * width * size.tokens, ELEMENTWISE_KERNELS)
+        forward = _sum_kernels(*products, attention, traffic, reached=reached)
+        # The host starts kernels ahead, so only small passes wait for it.
+        forward = forward.add(CallCost(overhead=max(0.0, rates.launch - forward.seconds)))
+        head = _sum_kernels(
+            kernels.time_product(size.rows, shape.hidden, self._head_width, width),
+            kernels.time_traffic(LOGIT_TRAFFIC * size.rows * self._head_width, 1),
+            reached=reached,
+        )
+        if not size.trains:
+            return PassCost(forward, CallCost(), head)
+        gradients = self._compute_gradient_share()
+        backward = _sum_kernels(*products, reached=reached).multiply(1.0 + gradients)
+        backward = backward.add(
+            _sum_kernels(attention, reached=reached).multiply(BACKWARD_ATTENTION),
+            _sum_kernels(traffic).multiply(2.0),
+        )
+        launch = BACKWARD_LAUNCHES * rates.launch
+        backward = backward.add(CallCost(overhead=max(0.0, launch - backward.seconds)))
+        backward = backward.multiply(self._trained_layers)
         return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
+
+    def _time_products(self, kernels: GpuKernels, rows: float) -> list[KernelTime]:
+        """Return the times of the matrix products of a layer for `rows` tokens."""
+        network = self._network
+        shape = network.shape
+        width = network.element_bytes
+        query, key = shape.query / self._tensor, shape.key / self._tensor
+        inner, columns, experts = shape.inner / self._tensor, 2 if shape.gated else 1, 1.0
+        if network.experts:
+            # Each token goes to some experts, of which few tokens do not reach all.
+            chosen = network.chosen_experts
+            inner, rows_inner = inner / chosen, rows * chosen
+            experts = network.experts * (1.0 - (1.0 - chosen / network.experts) ** rows)
+        else:
+            rows_inner = rows
+        return [
+            kernels.time_product(rows, shape.hidden, query + 2 * key, width),
+            kernels.time_product(rows, query, shape.hidden, width),
+            kernels.time_product(rows_inner, shape.hidden, columns * inner, width, experts),
+            kernels.time_product(rows_inner, inner, shape.hidden, width, experts),
+        ]
+
+    @property
+    def _head_width(self) -> float:
+        """Number of outputs of the output matrix on this rank."""
+        return self._network.outputs / self._network.shape.hidden / self._tensor
+
+    @property
+    def _trained_layers(self) -> float:
+        """Share of the layers through which the backward pass goes."""
+        layers = self._network.shape.layers
+        return (layers - self._network.frozen_layers) / max(1, layers)
+
+    def _compute_gradient_share(self) -> float:
+        """Return the share of a layer's weights that have gradients, where the backward pass goes."""
+        network = self._network
+        if network.frozen_layers or not network.has_adapters:
+            return 1.0
+        return network.num_trained / network.shape.parameters
 
     def _read_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
@@ -170,10 +252,9 @@ class ComputeTimes:
         if network.shape.vocab == 1:
             head = 0.0
         embedding = 0.0 if network.frozen_layers else seconds.embedding_backward
-        trained = (network.shape.layers - network.frozen_layers) / max(1, network.shape.layers)
         return PassCost(
             CallCost(products=slowdown * seconds.block),
-            CallCost(products=slowdown * seconds.block_backward * trained),
+            CallCost(products=slowdown * seconds.block_backward * self._trained_layers),
             CallCost(
                 products=slowdown * head,
                 memory=slowdown * embedding,
@@ -203,13 +284,14 @@ class ComputeTimes:
         `context` is the number of tokens before each new token.
         """
         network, rates = self._network, self._rates
+        if rates.kernels is not None and self._profile is None:
+            return self._estimate_decode_kernels(rates.kernels, batch, context)
         shape = network.shape
         width = network.element_bytes
         share = 1.0 / self._tensor
         # A step reads all weights and the KV cache, or is bound by its products.
         cache = batch * context * 2 * shape.key * width * share
-        attention = 2 * shape.query * context / rates.attention_share
-        operations = batch * share * (2 * network.active + attention)
+        operations = batch * share * (2 * network.active + 2 * shape.query * context)
         products = CallCost(products=operations / rates.flops)
         reads = CallCost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
         block = max(products, reads, key=lambda cost: cost.seconds)
@@ -223,6 +305,30 @@ class ComputeTimes:
         slowdown = rates.slowdown
         return block.split(slowdown * times[0]), rest.split(slowdown * times[1])
 
+    def _estimate_decode_kernels(
+        self, kernels: GpuKernels, batch: float, context: float
+    ) -> tuple[CallCost, CallCost]:
+        """Return the cost of a decode step from the times of a GPU's kernels.
+
+        The kernels of a step are started together (CUDA graphs).
+        """
+        network = self._network
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        cache = batch * context * 2 * shape.key * width * share
+        elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
+        block = _sum_kernels(
+            *self._time_products(kernels, batch),
+            kernels.time_cache_attention(cache, 4 * batch * context * shape.query * share),
+            kernels.time_traffic(elements * width * batch, FUSED_KERNELS),
+        ).add(CallCost(overhead=(ELEMENTWISE_KERNELS - FUSED_KERNELS) * ELEMENTWISE_SECONDS))
+        rest = _sum_kernels(
+            kernels.time_product(batch, shape.hidden, self._head_width, width),
+            kernels.time_traffic(LOGIT_TRAFFIC * batch * self._head_width, 1),
+        ).add(CallCost(overhead=STEP_SECONDS))
+        return block, rest
+
     def compute_prefill(
         self, tokens: float, length: float, sequences: float
     ) -> tuple[CallCost, CallCost]:
@@ -231,8 +337,21 @@ class ComputeTimes:
         `tokens` is the number of all prompt tokens, in `sequences` prompts of `length` tokens.
         """
         if self._profile is None:
-            cost = self._estimate_pass(PassSize(tokens, length, sequences, trains=False))
+            size = PassSize(tokens, length, sequences, trains=False)
+            if self._rates.kernels is not None:
+                cost = self._estimate_kernels(self._rates.kernels, size)
+            else:
+                cost = self._estimate_pass(size)
             return cost.block, cost.ends
         block, rest = self._profile.decoding[self._decoding].compute_prefill(tokens)
         slowdown = self._rates.slowdown
         return CallCost(products=slowdown * block), CallCost(overhead=slowdown * rest)
+
+
+def _sum_kernels(*times: KernelTime, reached: float = 1.0) -> CallCost:
+    """Return the cost of kernels that run one after another.
+
+    Those bound by operations reach the share `reached` of their rates.
+    """
+    products = sum(each.products for each in times)
+    return CallCost(products / reached, sum(each.memory for each in times))

@@ -17,6 +17,13 @@ from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.messages import (
+    estimate_decode_messages,
+    estimate_pass_messages,
+    estimate_shard_messages,
+    list_group,
+)
+from weft.planner.overlaps import compute_lacked_elements
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
@@ -160,59 +167,27 @@ def estimate_transfer_seconds(
 ) -> float:
     """Return the time to copy the weights trained on `source` to `target`, in seconds.
 
-    The device that sends or receives the most bytes determines the time. If only adapters are
-    trained, only they are copied.
+    The busiest link determines the time: that of the device which receives the most, or the links of
+    the devices of `source`, which send equal parts; both within machines and between them. If only
+    adapters are trained, only they are copied.
     """
-    wanted = count_received_bytes(network, source, target)
-    most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return rates.time_send(most, {*source.ranks, *target.ranks}) if most else 0.0
+    lacked = compute_lacked_elements(network, source, target, rates.per_node)
+    width = network.element_bytes
+    near = width * (lacked.missing - lacked.crossing)
+    far = width * lacked.crossing
+    seconds = 0.0
+    for received, ranks in ((near, (0,)), (far, (0, rates.per_node))):
+        most = max(float(received.max()), float(received.sum()) / len(source.ranks))
+        if most > 0:
+            seconds = max(seconds, rates.time_send(most, ranks))
+    return seconds
 
 
 def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
-    """Return the bytes of trained weights that each device of `target` lacks, by rank.
-
-    The devices of `source` send them, each an equal share.
-    """
-    size = float(network.shape.trainable * network.element_bytes)
-    wanted = {}
-    for rank in target.ranks:
-        wanted[rank] = (
-            size
-            * _compute_stored_share(target.layout)
-            * (1.0 - _compute_present_share(source, target, rank))
-        )
-    return wanted
-
-
-def _compute_stored_share(layout: Layout) -> float:
-    """Return the fraction of a network's parameters that each device stores with this layout."""
-    return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
-
-
-def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's new shard that the device already stores.
-
-    Device `rank` stores its shard of the parameters for the mesh `source`, and needs its shard for
-    the mesh `target`. The fraction is 1 if the device has the same position in the same layout, and
-    0 if `source` does not include the device.
-    """
-    if rank not in source.ranks:
-        return 0.0
-    a = source.layout
-    b = target.layout
-    here = source.get_coordinates(rank)
-    there = target.get_coordinates(rank)
-    # The overlap of both intervals, in each dimension of the layout.
-    share = 1.0
-    for parts, own, at, wanted in (
-        (a.tensor, b.tensor, here.tensor, there.tensor),
-        (a.pipeline, b.pipeline, here.pipeline, there.pipeline),
-        (a.fsdp, b.fsdp, here.data % a.fsdp, there.data % b.fsdp),
-    ):
-        low = max(at / parts, wanted / own)
-        high = min((at + 1) / parts, (wanted + 1) / own)
-        share *= max(0.0, high - low) * own
-    return share
+    """Return the bytes of trained weights that each device of `target` lacks, by rank."""
+    lacked = compute_lacked_elements(network, source, target, len(target.ranks))
+    received = network.element_bytes * lacked.missing
+    return dict(zip(target.ranks, received.tolist(), strict=True))
 
 
 def _estimate_passes(
@@ -240,13 +215,19 @@ def _estimate_passes(
         repeats_head=load.trains and load.repeats_head,
     )
     pass_cost = times.compute_pass(size)
-    messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    messages = CallCost(
+        messages=estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    )
     cost = _run_stages(network, size, pass_cost, layout, parts, messages)
-    # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
-    # `_estimate_update` counts the last of them.
+    # Sharded weights are gathered for each micro-batch, and gradients scattered after each.
     if layout.fsdp > 1:
-        shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
-        cost = cost.add(shards.multiply(times.get_factor("shards")))
+        shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
+        shards *= times.get_factor("shards")
+        if rates.kernels is not None:
+            # GPUs gather a layer while they compute the one before, and scatter during the next.
+            first = shards * layout.pipeline / network.shape.layers / parts
+            shards = max(first, shards - cost.seconds + cost.bubble)
+        cost = cost.add(CallCost(messages=shards))
     return cost.multiply(updates)
 
 
@@ -289,86 +270,19 @@ def _run_stages(
     return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
 
 
-def _estimate_pass_messages(
-    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
-) -> CallCost:
-    """Return the cost of a micro-batch's messages on one rank.
-
-    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
-    that pipeline stages send. `factor` corrects the time of the sums.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    layers = shape.layers / layout.pipeline
-    states = size.tokens * shape.hidden * network.element_bytes
-    again = size.trains and network.settings.recompute
-    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
-    passes = forwards + (1.0 if size.trains else 0.0)
-    seconds = 0.0
-    if layout.tensor > 1:
-        # After attention and after the MLP; the embedding, and the softmax of the head
-        sums = 2 * layers * passes
-        seconds += sums * rates.time_sum(states, mesh.ranks, layout.tensor)
-        if shape.vocab > 1:
-            seconds += rates.time_sum(states, mesh.ranks, layout.tensor)
-        seconds *= factor
-    if layout.context > 1:
-        kv = size.tokens * 2 * shape.key * network.element_bytes
-        rounds = 3 if size.trains else 1
-        band = rates.compute_bandwidth(mesh.ranks)
-        seconds += layers * rounds * (layout.context - 1) * (kv / band + rates.latency)
-    if layout.pipeline > 1:
-        count = layout.stages_per_rank * (2 if size.trains else 1)
-        seconds += count * rates.time_send(states, mesh.ranks)
-    return CallCost(messages=seconds)
-
-
-def _estimate_shard_messages(
-    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
-) -> CallCost:
-    """Return the cost of gathering and scattering sharded tensors, block by block.
-
-    `parts` is the number of micro-batches of a minibatch.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    width = network.element_bytes
-    share = 1.0 / layout.tensor
-    blocks = shape.layers / layout.pipeline
-    block = shape.block_elements * share
-    ends = shape.embedding_elements * share / layout.pipeline
-    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
-    once = blocks * rates.time_gather(block * width, mesh.ranks, layout.fsdp)
-    seconds = gathers * once + parts * rates.time_gather(ends * width, mesh.ranks, layout.fsdp)
-    if trains and not network.settings.sums_once:
-        trained = network.num_trained / shape.parameters
-        scatter = blocks * rates.time_scatter(block * WIDE * trained, mesh.ranks, layout.fsdp)
-        scatter += rates.time_scatter(ends * WIDE * trained, mesh.ranks, layout.fsdp)
-        seconds += (parts - 1) * scatter
-    return CallCost(messages=seconds)
-
-
 def _estimate_update(
     network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
 ) -> CallCost:
-    """Return the cost of summing gradients over devices and of one optimizer step."""
+    """Return the cost of summing gradients over copies and of one optimizer step."""
     layout = mesh.layout
-    shape = network.shape
-    # Gradients of one rank's part of the network: a shard of their sum, then sums over the copies.
+    # Gradients of one rank's part of the network
     parts = layout.tensor * layout.pipeline
     trained = network.num_trained / parts
     seconds = 0.0
-    if layout.fsdp > 1:
-        share = network.num_trained / shape.parameters / layout.tensor
-        blocks = shape.layers / layout.pipeline
-        block = shape.block_elements * share * WIDE
-        ends = shape.embedding_elements * share * WIDE / layout.pipeline
-        seconds += blocks * rates.time_scatter(block, mesh.ranks, layout.fsdp)
-        seconds += rates.time_scatter(ends, mesh.ranks, layout.fsdp)
-        seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
-        seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
+        group = list_group(mesh, "copies")
+        seconds += rates.time_sum(trained * WIDE / layout.fsdp, group, copies)
     return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
 
 
@@ -391,14 +305,14 @@ def _estimate_generation(
     cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
         sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
+        seconds = sums * rates.time_sum(tokens * states, list_group(mesh, "tensor"), layout.tensor)
         seconds *= times.get_factor("tensor")
         cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
-        gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
-        cost = cost.add(CallCost(messages=gathered))
+        gathered = rates.time_gather(whole, list_group(mesh, "fsdp"), layout.fsdp)
+        cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
     together = min(own, rates.most_sequences)
     for steps, batch, context in list_decode_steps(load, own, together):
         # Pipeline stages decode groups of the sequences in turn.
@@ -407,24 +321,10 @@ def _estimate_generation(
         step = block.multiply(shape.layers).add(rest)
         seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
         if layout.pipeline > 1:
-            seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
+            sent = rates.time_send(group * states, list_group(mesh, "pipeline"))
+            seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
-
-
-def estimate_decode_messages(
-    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
-
-    These are two sums in each layer, and three exchanges for the softmax and the draw.
-    """
-    size = mesh.layout.tensor
-    if size == 1:
-        return 0.0
-    states = batch * network.element_bytes * network.shape.hidden
-    sums = 2 * network.shape.layers * rates.time_sum(states, mesh.ranks, size)
-    return sums + 3 * rates.time_sum(batch * WIDE, mesh.ranks, size)
 
 
 def list_decode_steps(

@@ -33,6 +33,8 @@ class DecoderSizes:
         active: Number of weights per layer that process a token. Of the experts, only the selected
             ones count.
         outputs: Number of weights in the output matrix.
+        experts: Number of experts of a layer; 0 without experts.
+        chosen_experts: Number of experts that process a token.
         frozen_layers: Number of the first layers that are frozen; the backward pass ends before
             them. The embedding is then frozen too.
         scores: True if only one row of each sequence is read, as by a reward model.
@@ -43,6 +45,8 @@ class DecoderSizes:
     settings: MemorySettings
     active: int
     outputs: int
+    experts: int = 0
+    chosen_experts: int = 1
     frozen_layers: int = 0
     scores: bool = False
     shares_prefixes: bool = True
@@ -143,6 +147,8 @@ def build_decoder_sizes(
         replace(settings, weights_leave=spec.offload and on_gpu),
         active=attention + matrices * config.hidden_size * inner,
         outputs=outputs,
+        experts=0 if experts is None else experts.num,
+        chosen_experts=1 if experts is None else experts.top_k,
         frozen_layers=frozen if spec.trained and not spec.has_adapters else 0,
         scores=spec.head == "score",
         shares_prefixes=_can_share_prefixes(spec, config, on_gpu=on_gpu),

@@ -6,11 +6,14 @@ are pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, find_nearest
-from weft.planner.profile import DeviceProfile, LinkTimes, MeasuredCurve
+from weft.planner.gpu_kernels import PRODUCT_SHARE, READ_SHARE, GpuKernels, time_message
+from weft.planner.profile import DeviceProfile, LinkTimes
 
 GIB = 2.0**30
 
@@ -24,9 +27,11 @@ class DeviceRates:
         flops: Floating-point operations per second that a run reaches in the model's dtype.
         memory_bandwidth: Bandwidth of the device memory, in bytes per second.
         link_bandwidth: Bandwidth between devices of one machine, in bytes per second.
-        network_bandwidth: Bandwidth between machines, in bytes per second.
+        network_bandwidth: Bandwidth between machines, in bytes per second: of each GPU, which has a
+            port of its own, or of each CPU process.
         latency: Duration of one exchange of messages, in seconds.
-        launch: Fixed overhead of running one layer, in seconds.
+        launch: Fixed overhead of running one layer, in seconds. A GPU's host starts its kernels ahead;
+            only what the kernels do not take counts.
         capacity: Device memory that a run can use, in bytes.
         most_sequences: Maximum number of sequences that are decoded together.
         per_node: Number of devices per machine.
@@ -35,9 +40,10 @@ class DeviceRates:
         cores: Number of CPU cores that the devices of a machine share, or None for GPUs.
         threads: Maximum number of cores that each process uses, if the user set it.
         basis: Where the speeds come from, as a phrase.
-        attention_share: Rate of attention's products, relative to `flops`.
-        elementwise: Share of the memory traffic of elementwise operations that is not hidden behind
-            other work.
+        kernels: Times of the kernels of a GPU by kind and size, which take precedence over `flops`
+            and `memory_bandwidth`; None for CPUs.
+        host_bandwidth: Bandwidth of copies to host memory and back, in bytes per second; infinite if
+            the device computes in host memory.
         profile: Measured times, which take precedence over the speeds where they fit.
         threads_used: Number of threads of each process, by which measured times are found; 0 for
             GPUs.
@@ -60,8 +66,8 @@ class DeviceRates:
     cores: float | None = None
     threads: int | None = None
     basis: str = "estimated speeds"
-    attention_share: float = 1.0
-    elementwise: float = 0.0
+    kernels: GpuKernels | None = None
+    host_bandwidth: float = math.inf
     profile: DeviceProfile | None = None
     threads_used: int = 0
     slowdown: float = 1.0
@@ -120,39 +126,55 @@ class DeviceRates:
     # -- messages
 
     def time_sum(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
-        """Return the time to sum a tensor over groups of `size` ranks, so that all have the sum."""
-        ranks = tuple(ranks)
-        share = (size - 1) / size
-        if (curve := self._find_curve("sum", ranks)) is not None:
-            return curve(num_bytes * 2 * share)
-        return 2 * num_bytes * share / self.compute_bandwidth(ranks) + 2 * self.latency
+        """Return the time to sum a tensor over groups of `size` ranks, so that all have the sum.
+
+        `ranks` are the ranks of such a group.
+        """
+        return self._time_message("sum", num_bytes * 2 * (size - 1) / size, ranks, size, 2)
 
     def time_gather(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
         """Return the time to gather a tensor of `num_bytes` from its `size` shards on every rank."""
-        return self._time_shards("gather", num_bytes, tuple(ranks), size)
+        return self._time_message("gather", num_bytes * (size - 1) / size, ranks, size, 1)
 
     def time_scatter(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
         """Return the time to sum a tensor of `num_bytes` so that each rank has one of the shards."""
-        return self._time_shards("scatter", num_bytes, tuple(ranks), size)
+        return self._time_message("scatter", num_bytes * (size - 1) / size, ranks, size, 1)
+
+    def time_exchange(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
+        """Return the time in which each of `size` ranks sends the others equal parts of a tensor."""
+        return self._time_message("exchange", num_bytes * (size - 1) / size, ranks, size, 1)
 
     def time_send(self, num_bytes: float, ranks: Iterable[int]) -> float:
         """Return the time to send a tensor from one rank to another."""
-        ranks = tuple(ranks)
-        if (curve := self._find_curve("send", ranks)) is not None:
-            return curve(num_bytes)
-        return num_bytes / self.compute_bandwidth(ranks) + self.latency
+        return self._time_message("send", num_bytes, ranks, 2, 1)
 
-    def _time_shards(self, name: str, num_bytes: float, ranks: tuple[int, ...], size: int) -> float:
-        share = (size - 1) / size
-        if (curve := self._find_curve(name, ranks)) is not None:
-            return curve(num_bytes * 2 * share)
-        return num_bytes * share / self.compute_bandwidth(ranks) + self.latency
+    def _time_message(
+        self, kind: str, sent: float, ranks: Iterable[int], size: int, rounds: int
+    ) -> float:
+        """Return the time of a message of which each rank sends `sent` bytes, in seconds.
 
-    def _find_curve(self, name: str, ranks: tuple[int, ...]) -> MeasuredCurve | None:
-        """Return measured times of messages; measured with two ranks of a machine."""
-        if self.links is None or len({rank // self.per_node for rank in ranks}) > 1:
-            return None
-        return self.links.messages[name]
+        `rounds` is the number of exchanges of which it consists.
+        """
+        counts = Counter(rank // self.per_node for rank in ranks)
+        if self.links is not None and len(counts) == 1:
+            # Measured with two ranks, of which each sends half of a tensor, or all of it.
+            curve = self.links.messages["scatter" if kind == "exchange" else kind]
+            return curve(sent * {"send": 1.0, "sum": 1.0}.get(kind, 2.0))
+        bandwidth = self._compute_bandwidth(counts, size)
+        if self.kernels is None:
+            return sent / bandwidth + rounds * self.latency
+        return time_message(kind, sent, bandwidth, size, len(counts))
+
+    def _compute_bandwidth(self, counts: Mapping[int, int], size: int) -> float:
+        """Return the bandwidth of a message's slowest link, in bytes per second.
+
+        `counts` maps machines to the numbers of their ranks. If a group of `size` GPUs has several of
+        a machine, its messages between machines are divided over the ports of these.
+        """
+        if len(counts) == 1:
+            return self.link_bandwidth
+        ports = 1 if self.kernels is None else max(1, min(min(counts.values()), size // 2))
+        return min(self.link_bandwidth, ports * self.network_bandwidth)
 
     def compute_bandwidth(self, ranks: Iterable[int]) -> float:
         """Return the bandwidth between the devices `ranks`, in bytes per second.
@@ -188,14 +210,14 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
 # that driver and torch take (`RESERVED_GIB`).
 GPU_SIZES = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
 RESERVED_GIB = 1.5  # GiB that driver and torch take
-# Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches, by kind of operation:
-# large matrix products, attention relative to them, reads of memory, and messages. Products of few
-# rows are bound by reads of their weights.
-REACHED_FLOPS_SHARE = 0.65
-ATTENTION_SHARE = 0.6
-REACHED_MEMORY_SHARE = 0.75
-REACHED_LINK_SHARE = 0.7
-NETWORK_BANDWIDTH = 40e9  # one 400 Gb/s port per device
+# One 400 Gb/s port for each device, of which large messages reach this share
+NETWORK_BANDWIDTH = 50e9
+# GB/s of a device's link to its host in each direction (PCIe 5, 3, or else 4, with 16 lanes), of
+# which copies from pinned memory reach this share
+HOST_LINKS = {"B200": 64, "H200": 64, "H100": 64, "H800": 64, "V100": 16, "T4": 16}
+PCIE_4 = 32
+HOST_SHARE = 0.8
+GPU_LAUNCH = 1e-4  # host time to start the kernels of a layer, 15 of them with 6 or 7 us each
 USABLE_MEMORY_SHARE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
 # A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Four cores share half
@@ -274,22 +296,23 @@ def find_gpu_rates(
             f"like it ({hint})"
         )
     half, single, memory, gib, link = GPUS[gpu]
+    peak = 1e12 * (half if dtype in ("bfloat16", "float16") else single)
     return DeviceRates(
         name=gpu,
-        flops=1e12 * REACHED_FLOPS_SHARE * (half if dtype in ("bfloat16", "float16") else single),
-        memory_bandwidth=1e12 * REACHED_MEMORY_SHARE * memory,
-        link_bandwidth=1e9 * REACHED_LINK_SHARE * link,
+        flops=PRODUCT_SHARE * peak,
+        memory_bandwidth=1e12 * READ_SHARE * memory,
+        link_bandwidth=1e9 * link,
         network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
-        launch=2e-5,
+        launch=GPU_LAUNCH,
         capacity=(memory_gb if memory_gb is not None else USABLE_MEMORY_SHARE * gib) * GIB,
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,
         call=CALL,
         basis=f"the data sheet of {gpu}",
-        attention_share=ATTENTION_SHARE,
-        elementwise=1.0,
+        kernels=GpuKernels(peak, 1e12 * memory),
+        host_bandwidth=1e9 * HOST_SHARE * HOST_LINKS.get(gpu, PCIE_4),
     )
 
 

@@ -18,20 +18,14 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.options import option
+from weft.planner.candidates import compute_max_context, list_meshes
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.lengths import count_updates
+from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import (
-    PlacementEstimate,
-    PlacementProblem,
-    PlacementUnit,
-    SearchResult,
-    list_meshes,
-    list_uniform_placements,
-    search_placement,
-)
+from weft.planner.search import SearchResult, list_uniform_placements, search_placement
 from weft.topology import LETTERS, Layout, Mesh
 
 MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")

@@ -1,34 +1,36 @@
 """Search for the placement of a graph's calls that fits in memory and has the shortest step time.
 
 As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5), each call has its own devices and layout.
-The duration of a step is simulated: calls that share a device run one after another. If there are
-few placements, all of them are tried. Otherwise, coordinate descent and simulated annealing with a
-fixed seed try some of them. The functions are pure.
+Calls are placed one after another, and a partial placement is dropped as soon as no completion can
+be better than what was found (branch and bound), so that the best placement is found for certain.
+If that takes too long, simulated annealing with a fixed seed improves what it starts from, and the
+result says how far from the best it can be at most. The functions are pure.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from weft.planner.cost import (
-    CallEstimate,
-    CallWorkload,
-    count_received_bytes,
-    estimate_call,
-    estimate_role_memory,
-    estimate_transfer_seconds,
-)
-from weft.planner.decoder_sizes import DecoderSizes
-from weft.planner.devices import DeviceRates
+import numpy as np
+import numpy.typing as npt
+
+from weft.planner.mesh_table import Floats, Integers
+from weft.planner.problem import PlacementEstimate, PlacementProblem
+from weft.planner.scoring import Scores
+from weft.planner.symmetry import DeviceSymmetry, describe_pattern
 from weft.topology import Layout, Mesh
 
-# At most MAX_EXHAUSTIVE placements are all tried; for more, annealing makes ANNEALING_STEPS steps.
-MAX_EXHAUSTIVE = 20_000
-ANNEALING_STEPS = 6_000
+# Placements that branch and bound may score before it gives up: at first, and after annealing
+FIRST_PLACEMENTS = 100_000
+MOST_PLACEMENTS = 2_000_000
+BATCH = 20_000  # placements that are scored together, about
+# Annealing: placements that change at the same time, and how often they do
+CHAINS = 48
+ANNEALING_STEPS = 400
+RESULTS = 4  # results of annealing that are improved further
+PAIR_PLACEMENTS = 20_000  # placements that are scored to move two units
 # Temperatures of annealing at its start and end, in units of log step time
 INITIAL_TEMPERATURE = 0.3
 FINAL_TEMPERATURE = 0.003
@@ -36,360 +38,58 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class PlacementUnit:
-    """Group of calls that are placed on the same mesh.
-
-    The group consists either of all calls that train a role, or of a single call that does not
-    train. `meshes` are the candidate meshes from which the search chooses one.
-    """
-
-    role: str
-    calls: tuple[str, ...]
-    meshes: tuple[Mesh, ...]
-    trains: bool = False
-
-
-@dataclass(frozen=True)
-class PlacementEstimate:
-    """Estimated step time and memory of a placement.
+class SearchResult:
+    """Result of a search for a placement.
 
     Attributes:
-        meshes: Mesh of each call.
-        seconds: Duration of each call.
-        parts: Parts of each call's duration, in seconds (see `CallEstimate`).
-        transfer_seconds: Time to transfer weights to the devices of each call.
-        moved_bytes: Bytes of weights that the devices of each call receive.
-        step_seconds: Duration of a step.
-        peak_bytes: Memory used on the device that uses the most.
-        excess_bytes: Memory beyond the capacity of that device; 0 if the placement fits.
+        best: The best placement.
+        first: The placement from which the search started.
+        num_tried: Number of placements, whole and partial, that were scored.
+        is_exhaustive: True if no placement is better than `best`, for certain.
+        next_best: The best placement that differs from `best` in more than the order of equal
+            devices, among those that were scored; None if there is no other.
+        bound_seconds: No placement that fits has a shorter step; equal to the step time of `best`
+            if `is_exhaustive`.
     """
 
-    meshes: Mapping[str, Mesh]
-    seconds: Mapping[str, float]
-    parts: Mapping[str, Mapping[str, float]]
-    transfer_seconds: Mapping[str, float]
-    moved_bytes: Mapping[str, float]
-    step_seconds: float
-    peak_bytes: float  # memory used on the fullest device
-    excess_bytes: float  # bytes beyond the capacity of that device
+    best: PlacementEstimate
+    first: PlacementEstimate
+    num_tried: int
+    is_exhaustive: bool
+    next_best: PlacementEstimate | None = None
+    bound_seconds: float = 0.0
 
 
-# (bytes beyond the capacity, seconds of a step, devices), compared in this order; less is better
-PlacementScore = tuple[float, float, int]
+def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
+    """Search for the best placement, starting from `start`, and return the result.
 
-
-@dataclass
-class PlacementProblem:
-    """Model calls to place on devices, with the data for estimating the step time and the memory.
-
-    Calls are placed in groups, called units. A placement is a list that has, for each unit, the
-    index of the chosen mesh in `PlacementUnit.meshes`. Host functions are assumed to take no time.
-
-    Attributes:
-        units: Groups of calls to place.
-        networks: Sizes of each role's model.
-        loads: Workload of each call.
-        order: Names of the graph's nodes in the order of execution.
-        producers: For each node, the nodes whose outputs it reads.
-        rates: Speed of the devices.
-        num_devices: Number of devices on all machines.
-        max_staleness: Number of steps by which sampling can be ahead of training.
-        shared_roles: Maps a role to the role whose weights it uses if the two are on the same mesh.
+    Calls that are placed together form a unit. A placement has one index per unit, which selects
+    the unit's mesh from `PlacementUnit.meshes`. The result is never worse than `start`. The search
+    is deterministic.
     """
-
-    units: Sequence[PlacementUnit]
-    networks: Mapping[str, DecoderSizes]
-    loads: Mapping[str, CallWorkload]
-    order: Sequence[str]
-    producers: Mapping[str, Sequence[str]]
-    rates: DeviceRates
-    num_devices: int
-    max_staleness: int = 0
-    shared_roles: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._unit_of = {
-            call: number for number, unit in enumerate(self.units) for call in unit.calls
-        }
-        self._home: dict[str, int] = {}  # role -> index of the unit whose mesh owns its weights
-        for number, unit in enumerate(self.units):
-            if unit.trains or unit.role not in self._home:
-                self._home[unit.role] = number
-        # Meshes are identified by numbers for speed: many thousand placements are scored.
-        self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
-        numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
-        self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
-        self._estimates: dict[tuple[str, int, int], CallEstimate] = {}
-        self._moving: dict[tuple[str, int, int], float] = {}
-        self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
-
-    @property
-    def num_placements(self) -> int:
-        """Number of possible placements."""
-        return math.prod(len(unit.meshes) for unit in self.units)
-
-    def compute_score(self, choice: Sequence[int]) -> PlacementScore:
-        """Return the score of the placement `choice`; a lower score is better.
-
-        The score consists of the bytes beyond the memory capacity, the seconds per step, and the
-        number of devices, which are compared in this order.
-        """
-        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
-        devices = sum(len(self._meshes[number].ranks) for number in numbers)
-        return (
-            max(0.0, self._compute_peak_bytes(numbers) - self.rates.capacity),
-            self._simulate_step(numbers),
-            devices,
-        )
-
-    def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
-        """Return the estimated step time and memory of a placement.
-
-        `choice` is the placement, given as the index of the chosen mesh for each unit.
-        """
-        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
-        most = self._compute_peak_bytes(numbers)
-        started = self._count_started(numbers)
-        estimates = {
-            call: self._estimate_call(call, numbers[unit], started)
-            for call, unit in self._unit_of.items()
-        }
-        return PlacementEstimate(
-            meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
-            seconds={name: each.seconds for name, each in estimates.items()},
-            parts={name: each.parts for name, each in estimates.items()},
-            transfer_seconds={
-                call: self._estimate_transfer(unit, numbers) for call, unit in self._unit_of.items()
-            },
-            moved_bytes={
-                call: self._count_moved_bytes(unit, numbers) for call, unit in self._unit_of.items()
-            },
-            step_seconds=self._simulate_step(numbers),
-            peak_bytes=most,
-            excess_bytes=max(0.0, most - self.rates.capacity),
-        )
-
-    def is_trained(self, role: str) -> bool:
-        """Return whether any call trains the role."""
-        return self.units[self._home[role]].trains
-
-    def _count_started(self, numbers: Sequence[int]) -> int:
-        """Return the number of processes that the run starts.
-
-        The run starts a process for each device up to the last one that a call uses. For each unit
-        (group of calls), `numbers` has the index of the unit's mesh in the list of all meshes.
-        """
-        return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
-
-    def _estimate_call(self, call: str, number: int, started: int) -> CallEstimate:
-        """Return the duration of a call, if no other call runs at the same time.
-
-        `number` is the index of the call's mesh in the list of all meshes, and `started` is the
-        number of processes of the run.
-        """
-        estimate = self._estimates.get((call, number, started))
-        if estimate is None:
-            network = self.networks[self.units[self._unit_of[call]].role]
-            mesh = self._meshes[number]
-            rates = self.rates.share_cores(*self._count_processes(mesh, started))
-            estimate = estimate_call(network, self.loads[call], mesh, rates)
-            overhead = self.rates.call + (self.rates.dispatch if started > 1 else 0.0)
-            estimate = estimate.with_overhead(overhead)
-            self._estimates[call, number, started] = estimate
-        return estimate
-
-    def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return two counts for one machine: the processes that run a call, and all processes.
-
-        `mesh` is the call's mesh, and `started` is the total number of processes on all machines.
-        """
-        return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
-
-    def _estimate_transfer(self, unit: int, numbers: Sequence[int]) -> float:
-        """Return the time to copy newly trained weights to the devices of a unit, in seconds.
-
-        A unit is a group of calls on one mesh, and `unit` is its index. The time is 0 if the unit's
-        role is frozen, or if the unit has the mesh on which the role is trained. `numbers[i]` is
-        the index of unit i's mesh in the list of all meshes.
-        """
-        role = self.units[unit].role
-        home = self._home[role]
-        source = numbers[home]
-        target = numbers[unit]
-        if source == target or not self.units[home].trains:
-            return 0.0  # frozen weights are copied only once
-        seconds = self._moving.get((role, source, target))
-        if seconds is None:
-            seconds = estimate_transfer_seconds(
-                self.networks[role], self._meshes[source], self._meshes[target], self.rates
-            )
-            self._moving[role, source, target] = seconds
-        return seconds
-
-    def _count_moved_bytes(self, unit: int, numbers: Sequence[int]) -> float:
-        """Return the bytes of newly trained weights that the devices of a unit receive.
-
-        The arguments are those of `_estimate_transfer`.
-        """
-        role = self.units[unit].role
-        home = self._home[role]
-        if numbers[unit] == numbers[home] or not self.units[home].trains:
-            return 0.0
-        source, target = self._meshes[numbers[home]], self._meshes[numbers[unit]]
-        return sum(count_received_bytes(self.networks[role], source, target).values())
-
-    def _simulate_step(self, numbers: Sequence[int]) -> float:
-        """Return the duration of a step in seconds, estimated by simulating the graph's execution.
-
-        `numbers[i]` is the index of unit i's mesh in the list of all meshes. A unit is a group of
-        calls on one mesh.
-        """
-        # By device: the time at which its next call can start, and the seconds it works.
-        free = [0.0] * self.num_devices
-        busy = [0.0] * self.num_devices
-        ends = dict[str, float]()
-        started = self._count_started(numbers)
-        computed = [0.0] * self.num_devices
-        # Run the nodes in order; each starts when its inputs and its devices are ready.
-        for name in self.order:
-            begin = max([ends[other] for other in self.producers[name]], default=0.0)
-            unit = self._unit_of.get(name)
-            if unit is None:
-                ends[name] = begin
-                continue
-            ranks = self._meshes[numbers[unit]].ranks
-            moves = self._estimate_transfer(unit, numbers)
-            if moves:
-                sources = self._meshes[numbers[self._home[self.units[unit].role]]].ranks
-            else:
-                sources = ()
-            begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
-            # Devices compute nothing while they send or receive weights.
-            for rank in {*ranks, *sources}:
-                free[rank] = begin + moves
-                busy[rank] += moves
-            takes = self._estimate_call(name, numbers[unit], started).seconds
-            cores_each = self.rates.compute_cores_each(
-                *self._count_processes(self._meshes[numbers[unit]], started)
-            )
-            end = ends[name] = begin + moves + takes
-            for rank in ranks:
-                free[rank] = end
-                busy[rank] += takes
-                computed[rank] += takes * cores_each
-        # Steps overlap if sampling may run ahead; the busiest device is then a lower bound.
-        last = max(ends.values(), default=0.0)
-        step = last if not self.max_staleness else max(max(busy), last / (self.max_staleness + 1))
-        if self.rates.cores is None:
-            return step
-        # Concurrent calls share the cores of a machine, so its total work bounds the step.
-        per_node = self.rates.per_node
-        nodes = (
-            sum(computed[first : first + per_node])
-            for first in range(0, self.num_devices, per_node)
-        )
-        return max(step, max(nodes) / self.rates.cores)
-
-    def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the number of bytes used on the device that uses the most.
-
-        The memory of the roles and calls is added up as in `weft.planner.memory.compute_peak`.
-        `numbers[i]` is the index of unit i's mesh in the list of all meshes.
-        """
-        # Collect the calls of each role on each mesh.
-        places: dict[tuple[str, int], tuple[str, ...]] = {}
-        for unit, number in zip(self.units, numbers, strict=True):
-            places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
-        # Add up what stays on each device, and the most that a call adds to it.
-        stay = [0] * self.num_devices
-        most = [0] * self.num_devices
-        for (role, number), calls in places.items():
-            own = numbers[self._home[role]] == number
-            base = self.shared_roles.get(role)
-            mesh = self._meshes[number]
-            shared = base is not None and self._meshes[numbers[self._home[base]]].has_same_parts(
-                mesh
-            )
-            stays, call = self._estimate_memory(role, number, calls, own=own, shared=shared)
-            for rank in mesh.ranks:
-                stay[rank] += stays
-                most[rank] = max(most[rank], call)
-        return float(max(a + b for a, b in zip(stay, most, strict=True)))
-
-    def _estimate_memory(
-        self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
-    ) -> tuple[int, int]:
-        """Return the memory in bytes that a role uses on each device of a mesh.
-
-        The first number is the memory that is always in use, and the second is the additional
-        memory during the role's calls. `number` is the index of the mesh in the list of all meshes,
-        and `calls` are the role's calls on that mesh. `own` is True if the role is trained on the
-        mesh or, for a frozen role, if its first call runs there. `shared` is True if the role uses
-        the weights of another role.
-        """
-        key = (role, number, calls, own, shared)
-        if key not in self._held:
-            loads = [self.loads[call] for call in calls]
-            layout = self._meshes[number].layout
-            held = estimate_role_memory(self.networks[role], loads, layout, self.rates, own=own)
-            stays = held.resident_cache if shared else held.permanent - held.away
-            self._held[key] = stays, held.call + (0 if shared else held.away)
-        return self._held[key]
-
-
-# -- candidates
-
-
-def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ranges of adjacent devices on which a mesh can be placed.
-
-    The size of a range divides `num_devices`. It also divides `per_node`, the number of devices per
-    machine, or is a multiple of it.
-    """
-    for size in _list_divisors(num_devices):
-        if (size <= per_node and per_node % size == 0) or size % per_node == 0:
-            for first in range(0, num_devices, size):
-                yield tuple(range(first, first + size))
-
-
-def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
-    """Yield the layouts of `size` devices with data, tensor and pipeline parallelism.
-
-    A tensor-parallel group has at most `per_node` devices, the number of devices per machine. If
-    there are several data-parallel ranks, each combination of degrees is yielded twice: once with
-    weights that are sharded over all of these ranks, and once with unsharded weights.
-    """
-    for t in _list_divisors(size):
-        for p in _list_divisors(size // t):
-            d = size // t // p
-            if t <= per_node:
-                for f in dict.fromkeys((d, 1)):
-                    yield Layout(data=d, fsdp=f, tensor=t, pipeline=p)
-
-
-def list_meshes(
-    num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
-) -> list[Mesh]:
-    """Return the meshes that can be placed on the devices, in all layouts that `allowed` accepts.
-
-    `allowed` returns the layout to use, which can differ from its argument, or None to exclude the
-    layout.
-    """
-    meshes = []
-    for ranks in list_ranges(num_devices, per_node):
-        meshes += [
-            Mesh(layout, ranks)
-            for each in list_layouts(len(ranks), per_node)
-            if (layout := allowed(each)) is not None
-        ]
-    return list(dict.fromkeys(meshes))
-
-
-def _list_divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-# -- the heuristic
+    search = _Search(problem)
+    begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
+    search.descend(begin)
+    search.drop_candidates()
+    low = search.branch(search.movable, search.get_best(), FIRST_PLACEMENTS)
+    if low is not None:
+        for found in search.anneal(begin):
+            search.descend(found)
+        search.descend_in_pairs()
+        search.drop_candidates()
+        low = search.branch(search.movable, search.get_best(), MOST_PLACEMENTS)
+    search.score_neighbors()
+    scorer = problem.scorer
+    best = problem.estimate(scorer.find_choice(search.get_best()))
+    other = search.best_two[1] if len(search.best_two) > 1 else None
+    return SearchResult(
+        best,
+        problem.estimate(start),
+        scorer.num_scored,
+        is_exhaustive=low is None,
+        next_best=None if other is None else problem.estimate(scorer.find_choice(other.numbers)),
+        bound_seconds=best.step_seconds if low is None else min(low, best.step_seconds),
+    )
 
 
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
@@ -404,10 +104,13 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     with the weights of trained roles sharded only in the calls that train.
     """
     placements = []
+    indices = []
+    for unit in problem.units:
+        indices.append({mesh: number for number, mesh in enumerate(unit.meshes)})
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
         for shards_training, shards_others in ((size, size), (1, 1), (size, 1)):
             choice = []
-            for unit in problem.units:
+            for unit, index_of in zip(problem.units, indices, strict=True):
                 if unit.trains:
                     shards = shards_training
                 elif problem.is_trained(unit.role):
@@ -417,114 +120,330 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
                 wanted = Mesh(Layout(data=size, fsdp=shards), tuple(range(size)))
                 if len(unit.meshes) == 1:
                     choice.append(0)
-                elif wanted in unit.meshes:
-                    choice.append(unit.meshes.index(wanted))
+                elif wanted in index_of:
+                    choice.append(index_of[wanted])
             if len(choice) == len(problem.units) and choice not in placements:
                 placements.append(choice)
     return placements
 
 
-# -- search
-
-
 @dataclass(frozen=True)
-class SearchResult:
-    """Result of a search for a placement.
+class _Found:
+    """A placement: its score, the numbers of its meshes, and what other orders of devices keep."""
 
-    `best` is the best placement, and `first` is the placement from which the search started.
-    `num_tried` is the number of placements that were tried. `is_exhaustive` is True if every
-    possible placement was tried.
+    score: tuple[float, float, int]
+    numbers: list[int]
+    pattern: Hashable
+
+
+class _Search:
+    """State of a search: the candidates, and the best two placements that differ.
+
+    Attributes:
+        movable: Units with several candidates, in the order in which they are placed.
+        best_two: The best placement, and the best one that differs from it.
     """
 
-    best: PlacementEstimate
-    first: PlacementEstimate
-    num_tried: int
-    is_exhaustive: bool
-
-
-def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
-    """Search for the best placement, starting from `start`, and return the result.
-
-    Calls that are placed together form a unit. A placement has one index per unit, which selects
-    the unit's mesh from `PlacementUnit.meshes`. The result is never worse than `start`. The search
-    is deterministic.
-    """
-    seen: dict[tuple[int, ...], PlacementScore] = {}
-
-    def look(choice: Sequence[int]) -> PlacementScore:
-        key = tuple(choice)
-        if key not in seen:
-            seen[key] = problem.compute_score(key)
-        return seen[key]
-
-    look(start)
-    exhaustive = problem.num_placements <= MAX_EXHAUSTIVE
-    if exhaustive:
-        for choice in itertools.product(*(range(len(unit.meshes)) for unit in problem.units)):
-            look(choice)
-    else:
-        _descend(problem, _anneal(problem, _descend(problem, start, look), look), look)
-    best = min(seen, key=lambda choice: (seen[choice], choice))
-    return SearchResult(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
-
-
-def _descend(
-    problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
-) -> list[int]:
-    """Improve a placement by coordinate descent, and return the result.
-
-    `start` is the initial placement: for each unit (group of calls to place together), the index of
-    its mesh. One unit at a time is moved to its best mesh, until no move improves the score. `look`
-    returns the score of a placement.
-    """
-    now = list(start)
-    while True:
-        before = look(now)
-        for number, unit in enumerate(problem.units):
-            rest = now[:number], now[number + 1 :]
-            now[number] = min(
-                (look([*rest[0], mesh, *rest[1]]), mesh) for mesh in range(len(unit.meshes))
-            )[1]
-        if look(now) >= before:
-            return now
-
-
-def _anneal(
-    problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
-) -> list[int]:
-    """Return the best placement that simulated annealing finds from `start`.
-
-    In each step, one or two units (groups of calls to place together) are moved to random meshes.
-    `look` returns the score of a placement.
-    """
-    # Only units with several candidates can move.
-    draw = random.Random(SEED)
-    movable = []
-    for number, unit in enumerate(problem.units):
-        if len(unit.meshes) > 1:
-            movable.append(number)
-    now = list(start)
-    best = list(start)
-    # Accept a worse placement with a probability that falls with the temperature.
-    for turn in range(ANNEALING_STEPS):
-        heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
-            turn / ANNEALING_STEPS
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
+        self._scorer = problem.scorer
+        self._table = self._scorer.table
+        self._candidates = list(self._scorer.numbers)
+        self._firsts = [group.first for group in problem.devices.groups]
+        self.best_two: list[_Found] = []
+        # Place the units first whose weights others use, and those that need most.
+        movable = [unit for unit, each in enumerate(problem.units) if len(each.meshes) > 1]
+        self.movable = sorted(
+            movable,
+            key=lambda unit: (not problem.units[unit].trains, -self._scorer.get_least_area(unit)),
         )
-        new = list(now)
-        for number in draw.sample(movable, min(len(movable), draw.choice((1, 1, 2)))):
-            new[number] = draw.randrange(len(problem.units[number].meshes))
-        worse = _compute_energy(problem, look(new)) - _compute_energy(problem, look(now))
-        if worse <= 0 or draw.random() < math.exp(-worse / heat):
-            now = new
-            if look(now) < look(best):
-                best = list(now)
-    return best
+        self._symmetry = _find_symmetry(problem, movable)
+        self._lists: dict[tuple[int, tuple[int, ...]], Integers] = {}
+
+    def get_best(self) -> list[int]:
+        """Return the mesh numbers of the best placement."""
+        return self.best_two[0].numbers
+
+    # -- what was found
+
+    def _offer(self, columns: Sequence[Integers], scores: Scores) -> None:
+        """Keep the best two different placements of those found so far and those of `columns`."""
+        rounded = _round(scores)
+        for index in rounded.sort():
+            score = rounded.get(index)
+            if len(self.best_two) > 1 and score >= self.best_two[1].score:
+                return
+            numbers = [int(each[index if len(each) > 1 else 0]) for each in columns]
+            found = _Found(score, numbers, self._describe(numbers))
+            others = [each for each in self.best_two if each.pattern != found.pattern]
+            same = [each for each in self.best_two if each.pattern == found.pattern]
+            better = min([*same, found], key=lambda each: each.score)
+            self.best_two = sorted([*others, better], key=lambda each: each.score)[:2]
+
+    def _can_improve(self, scores: Scores) -> npt.NDArray[np.bool_]:
+        """Return which scores are better than those of the best two different placements."""
+        if len(self.best_two) < 2:
+            return np.ones(len(scores.seconds), np.bool_)
+        excess, seconds, devices = self.best_two[1].score
+        own = _round(scores)
+        fewer = (own.seconds == seconds) & (own.devices < devices)
+        return (own.excess < excess) | (
+            (own.excess == excess) & ((own.seconds < seconds) | fewer)
+        )
+
+    def _describe(self, numbers: Sequence[int]) -> Hashable:
+        table = self._table
+        meshes = []
+        for number in numbers:
+            meshes.append((table.meshes[number].layout, table.runs[table.range_of[number]]))
+        return describe_pattern(meshes, self._problem.rates.per_node, self._firsts)
+
+    # -- candidates
+
+    def _list_candidates(self, unit: int, used: Iterable[int]) -> Integers:
+        """Return the candidates of a unit that differ in more than the order of equal devices.
+
+        `used` are the numbers of meshes of other units.
+        """
+        if self._symmetry is None:
+            return self._candidates[unit]
+        table = self._table
+        key = (unit, tuple(sorted({int(table.range_of[number]) for number in used})))
+        if key not in self._lists:
+            is_distinct = np.zeros(len(table.ranges), np.bool_)
+            is_distinct[self._symmetry.list_distinct([table.runs[each] for each in key[1]])] = True
+            numbers = self._candidates[unit]
+            self._lists[key] = numbers[is_distinct[table.range_of[numbers]]]
+        return self._lists[key]
+
+    def drop_candidates(self) -> None:
+        """Drop meshes with which no placement is better than those found.
+
+        Of calls that share no weights with other calls, also drop meshes if another layout of the
+        same devices is at least as fast and needs no more memory.
+        """
+        table = self._table
+        for unit in self.movable:
+            numbers = self._candidates[unit]
+            self._candidates[unit] = numbers[~self._scorer.find_dominated(unit, numbers)]
+        before = -1
+        while before != (now := sum(len(each) for each in self._candidates)):
+            before = now
+            for unit in self.movable:
+                numbers = self._candidates[unit]
+                classes, examples = np.unique(table.classes[numbers], return_index=True)
+                columns: list[Integers | None] = [None] * len(self._candidates)
+                columns[unit] = numbers[examples]
+                keep = self._can_improve(self._scorer.score(columns))
+                is_kept = np.zeros(len(table.examples), np.bool_)
+                is_kept[classes[keep]] = True
+                remaining = numbers[is_kept[table.classes[numbers]]]
+                # Without any, what was found cannot be improved; bounds need one.
+                self._candidates[unit] = remaining if len(remaining) else numbers[:1]
+            self._scorer.restrict(self._candidates)
+        self._lists.clear()
+
+    # -- improvement of one placement
+
+    def descend(self, numbers: Sequence[int]) -> None:
+        """Move one unit after the other to its best mesh, until no move improves the score."""
+        now = list(numbers)
+        columns = [np.array([each]) for each in now]
+        scores = self._scorer.score(columns)
+        self._offer(columns, scores)
+        best = _round(scores).get(0)
+        improved = True
+        while improved:
+            improved = False
+            for unit in self.movable:
+                columns = [np.array([each]) for each in now]
+                columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
+                scores = self._scorer.score(columns)
+                self._offer(columns, scores)
+                rounded = _round(scores)
+                first = rounded.sort()[0]
+                if rounded.get(first) < best:
+                    best = rounded.get(first)
+                    now[unit] = int(columns[unit][first])
+                    improved = True
+
+    def descend_in_pairs(self) -> None:
+        """Move two units at a time to their best meshes, until no move improves the score."""
+        before = None
+        while before != self.best_two[0].score:
+            before = self.best_two[0].score
+            for pair in itertools.combinations(self.movable, 2):
+                self.branch(pair, self.get_best(), PAIR_PLACEMENTS)
+
+    def score_neighbors(self) -> None:
+        """Score all placements that differ from the best one in one unit."""
+        self._candidates = list(self._scorer.numbers)
+        self._lists.clear()
+        now = self.get_best()
+        for unit in self.movable:
+            columns = [np.array([each]) for each in now]
+            columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
+            self._offer(columns, self._scorer.score(columns))
+
+    def anneal(self, start: Sequence[int]) -> list[list[int]]:
+        """Return the best placements that simulated annealing finds, a few of them.
+
+        Several placements change at the same time. In each step, one or two units of each are moved
+        to random meshes.
+        """
+        draw = np.random.default_rng(SEED)
+        shares = [self._compute_shares(unit) for unit in range(len(self._candidates))]
+        now = np.repeat(np.array(start, np.int64)[:, None], CHAINS, axis=1)
+        energy = self._compute_energy(self._scorer.score(list(now)))
+        best, least = now.copy(), energy.copy()
+        for turn in range(ANNEALING_STEPS):
+            heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
+                turn / ANNEALING_STEPS
+            )
+            new = now.copy()
+            count = min(len(self.movable), int(draw.integers(1, 3)))
+            for unit in draw.choice(self.movable, count, replace=False):
+                drawn = np.searchsorted(shares[unit], draw.random(CHAINS))
+                new[unit] = self._candidates[unit][drawn]
+            new_energy = self._compute_energy(self._scorer.score(list(new)))
+            # Accept a worse placement with a probability that falls with the temperature.
+            accepted = draw.random(CHAINS) < np.exp(np.minimum(0.0, (energy - new_energy) / heat))
+            now = np.where(accepted, new, now)
+            energy = np.where(accepted, new_energy, energy)
+            best = np.where(energy < least, now, best)
+            least = np.minimum(energy, least)
+        chosen = []
+        for chain in np.argsort(least, kind="stable")[:RESULTS]:
+            chosen.append([int(number) for number in best[:, chain]])
+        return chosen
+
+    def _compute_shares(self, unit: int) -> Floats:
+        """Return the cumulative probabilities with which annealing draws the unit's candidates.
+
+        All layouts of a range's size are equally likely, and then all of its positions.
+        """
+        classes = self._table.classes[self._candidates[unit]]
+        _, which, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        shares = np.cumsum(1.0 / counts[which])
+        return shares[:-1] / shares[-1]
+
+    def _compute_energy(self, scores: Scores) -> Floats:
+        """Return the values that annealing minimizes: log step times plus a penalty for memory.
+
+        The penalty is proportional to the bytes that exceed a device's capacity.
+        """
+        capacity = max(self._problem.rates.capacity, 1.0)
+        return np.log(np.maximum(scores.seconds, 1e-12)) + 10.0 * scores.excess / capacity
+
+    # -- branch and bound
+
+    def branch(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
+        """Place `units` in all ways that may be better than what was found; leave the others.
+
+        `numbers` are the meshes of all units, and `most` is the number of placements that may be
+        scored. Returns None if nothing is left to try, or else a lower bound of the step time of
+        all placements of these units.
+        """
+        if not units:
+            return None
+        limit = self._scorer.num_scored + most
+        nothing = Scores(np.zeros(1), np.zeros(1), np.zeros(1, np.int64))
+        # Partial placements by the number of placed units, [placements, units], from the best on
+        pending = {0: (np.zeros((1, 0), np.int64), nothing)}
+        while pending:
+            level = max(pending)
+            rows, scores = pending.pop(level)
+            keep = self._can_improve(scores)
+            rows, scores = rows[keep], scores.select(keep)
+            if not len(rows):
+                continue
+            if self._scorer.num_scored >= limit:
+                pending[level] = rows, scores
+                return self._compute_bound([each for _, each in pending.values()])
+            count = self._place_next(units, numbers, level, rows, pending)
+            if count < len(rows):
+                pending[level] = rows[count:], scores.select(slice(count, None))
+        return None
+
+    def _place_next(
+        self,
+        units: Sequence[int],
+        numbers: Sequence[int],
+        level: int,
+        rows: Integers,
+        pending: dict[int, tuple[Integers, Scores]],
+    ) -> int:
+        """Place one more unit in the first of the partial placements `rows`.
+
+        Whole placements are offered, and partial ones added to `pending` if they can be the best.
+        Returns the number of rows that were used.
+        """
+        unit = units[level]
+        others = [numbers[each] for each in range(len(numbers)) if each not in units]
+        lists: list[Integers] = []
+        while len(lists) < len(rows) and (not lists or len(lists) * len(lists[-1]) < BATCH):
+            lists.append(self._list_candidates(unit, [*others, *rows[len(lists)]]))
+        parents = np.repeat(np.arange(len(lists)), [len(each) for each in lists])
+        columns: list[Integers | None] = [np.array([each]) for each in numbers]
+        for place, each in enumerate(units):
+            columns[each] = rows[parents, place] if place < level else None
+        columns[unit] = np.concatenate(lists)
+        scores = self._scorer.score(columns)
+        keep = np.flatnonzero(self._can_improve(scores))
+        kept = scores.select(keep)
+        if level + 1 == len(units):
+            whole = [each[keep] if len(each) > 1 else each for each in columns if each is not None]
+            self._offer(whole, kept)
+        elif len(keep):
+            order = kept.sort()
+            placed = np.column_stack([rows[parents], columns[unit]])[keep]
+            pending[level + 1] = placed[order], kept.select(order)
+        return len(lists)
+
+    def _compute_bound(self, pending: Iterable[Scores]) -> float:
+        """Return the shortest step time that placements can have which were not tried."""
+        low = np.inf
+        for scores in pending:
+            possible = scores.select(self._can_improve(scores))
+            if len(possible.seconds):
+                low = min(low, float(np.where(possible.excess > 0, 0, possible.seconds).min()))
+        return low
 
 
-def _compute_energy(problem: PlacementProblem, score: PlacementScore) -> float:
-    """Return the value that annealing minimizes: the log of the step time plus a memory penalty.
+def _round(scores: Scores) -> Scores:
+    """Return the scores with seconds that differ only by more than the errors of rounding."""
+    return scores._replace(seconds=scores.seconds.astype(np.float32).astype(np.float64))
 
-    The penalty is proportional to the bytes that exceed a device's capacity.
+
+def _find_symmetry(problem: PlacementProblem, movable: Sequence[int]) -> DeviceSymmetry | None:
+    """Return the symmetries of the devices, or None if the candidates do not have them.
+
+    Processes that share cores are not alike: a run starts all of them up to the last in use.
     """
-    over, step, _ = score
-    return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)
+    scorer = problem.scorer
+    table = scorer.table
+    own = [scorer.numbers[unit] for unit in movable]
+    if problem.rates.cores is not None or not own:
+        return None
+    if not all(table.is_adjacent[numbers].all() for numbers in own):
+        return None
+    # Each unit has the same layouts on all ranges of a size and kind, which are as many as any.
+    counts: dict[object, int] = {}
+    positions = {}
+    for number in np.unique(np.concatenate(own)):
+        positions[int(table.range_of[number])] = table.class_positions[table.classes[number]]
+    for position in positions.values():
+        counts[position] = counts.get(position, 0) + 1
+    for numbers in own:
+        classes: dict[int, set[int]] = {}
+        for each, own_class in zip(table.range_of[numbers], table.classes[numbers], strict=True):
+            classes.setdefault(int(each), set()).add(int(own_class))
+        by_position: dict[object, list[set[int]]] = {}
+        for each, layouts in classes.items():
+            by_position.setdefault(positions[each], []).append(layouts)
+        for position, alike in by_position.items():
+            if len(alike) != counts[position] or any(each != alike[0] for each in alike):
+                return None
+    runs = {table.runs[each][0]: each for each in positions}
+    firsts = [group.first for group in problem.devices.groups]
+    return DeviceSymmetry(runs, problem.num_devices, problem.rates.per_node, firsts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.observe.shown_plan import CALL
 from weft.planner.cost import estimate_role_memory
-from weft.planner.search import PlacementEstimate, PlacementProblem
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.simulation import DeviceRange, Simulation, find_homes, locate_meshes
 from weft.topology import Mesh
 

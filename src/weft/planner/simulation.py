@@ -28,7 +28,7 @@ from weft.graph.launch_queue import LaunchQueue, can_run_ahead, choose_first, ma
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
 from weft.observe.shown_plan import CALL, HOST_FUNCTION, WEIGHTS
 from weft.planner.devices import DeviceRates
-from weft.planner.search import PlacementEstimate, PlacementProblem
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.topology import Mesh
 
 # Reasons for which a span did not start earlier

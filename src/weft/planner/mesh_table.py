@@ -1,0 +1,170 @@
+"""Facts about candidate meshes as arrays: where they are, and what it costs to move weights.
+
+Meshes that differ only in their position belong to one class, and nothing is estimated twice for a
+class. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.topology import Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.planner.problem import PlacementProblem
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class MeshTable:
+    """Facts about the meshes of all units, as arrays over the meshes' numbers.
+
+    Attributes:
+        meshes: The meshes; `number_of` maps them to their numbers.
+        starts: First ranks of the runs of adjacent ranks of each mesh, [meshes, runs]; `stops` are
+            the ranks after the last ones. Missing runs are empty.
+        ends: Number of processes that a run with this mesh starts.
+        sizes: Number of devices.
+        classes: Class of each mesh. Meshes of a class differ only in their position, and every call
+            costs the same on them; `examples` has a mesh of each class. `class_positions` are equal
+            for classes that have the same ranges and differ in their layout.
+        parts: Equal numbers where `Mesh.has_same_parts` is true.
+        ranges: All tuples of ranks, and `runs` the runs of each; `range_of` has their indices.
+        is_adjacent: True if the ranks of the mesh are adjacent.
+    """
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.meshes = list(dict.fromkeys(mesh for unit in problem.units for mesh in unit.meshes))
+        self.number_of = {mesh: number for number, mesh in enumerate(self.meshes)}
+        self.examples: list[Mesh] = []
+        self.class_positions: list[object] = []
+        indices: dict[tuple[int, ...], int] = {}
+        # Meshes share a few tuples of ranks, which are long.
+        range_of: dict[int, int] = {}
+        positions: list[object] = []
+        runs: list[list[tuple[int, int]]] = []
+        classes: dict[object, int] = {}
+        parts: dict[object, int] = {}
+        unsharded: dict[Layout, Layout] = {}
+        numbers = []
+        for mesh in self.meshes:
+            ranks, layout = mesh.ranks, mesh.layout
+            if id(ranks) not in range_of:
+                range_of[id(ranks)] = indices.setdefault(ranks, len(indices))
+                if len(indices) > len(runs):
+                    runs.append(find_runs(ranks))
+                    positions.append(_describe_position(problem, ranks, runs[-1]))
+            each = range_of[id(ranks)]
+            if layout not in unsharded:
+                unsharded[layout] = replace(layout, fsdp=1)
+            if (layout, positions[each]) not in classes:
+                self.examples.append(mesh)
+                self.class_positions.append((len(ranks), positions[each]))
+            own_class = classes.setdefault((layout, positions[each]), len(classes))
+            part = parts.setdefault((unsharded[layout], each), len(parts))
+            numbers.append((each, own_class, part, len(ranks), ranks[-1] + 1))
+        self.ranges = list(indices)
+        columns = np.array(numbers, np.int64).T
+        self.range_of, self.classes, self.parts, self.sizes, self.ends = columns
+        width = max(len(each) for each in runs)
+        self.runs = runs
+        bounds = np.zeros((2, len(runs), width), np.int64)
+        for number, each_runs in enumerate(runs):
+            for run, (start, stop) in enumerate(each_runs):
+                bounds[:, number, run] = start, stop
+        self.starts, self.stops = bounds[:, self.range_of]
+        self.is_adjacent = np.array([len(each) == 1 for each in runs])[self.range_of]
+
+
+def find_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (first, last + 1) of each run of adjacent numbers in ascending `ranks`."""
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return [(ranks[0], ranks[-1] + 1)]
+    runs = [(ranks[0], ranks[0] + 1)]
+    for rank in ranks[1:]:
+        start, stop = runs[-1]
+        if rank == stop:
+            runs[-1] = (start, rank + 1)
+        else:
+            runs.append((rank, rank + 1))
+    return runs
+
+
+def _describe_position(
+    problem: PlacementProblem, ranks: tuple[int, ...], runs: Sequence[tuple[int, int]]
+) -> object:
+    """Return a value that is equal for positions on which a call with the same layout costs the same."""
+    if len(runs) > 1:
+        return ranks
+    start, stop = runs[0]
+    per_node = problem.rates.per_node
+    is_inside = start // per_node == (stop - 1) // per_node
+    return None if is_inside else start % per_node, problem.devices.find_kinds(ranks)
+
+
+class TransferTable:
+    """Times to copy the weights that one role's training changes from one mesh to another.
+
+    They depend on both classes, and on how the meshes lie relative to each other.
+    """
+
+    def __init__(self, problem: PlacementProblem, table: MeshTable, role: str) -> None:
+        self._problem = problem
+        self._table = table
+        self._role = role
+        self._keys: Integers = np.zeros(0, np.int64)  # in ascending order
+        self._seconds: Floats = np.zeros(0)
+
+    def find_seconds(self, sources: Integers, targets: Integers) -> Floats:
+        """Return the seconds of copying from each of `sources` to the mesh at its side.
+
+        Both are mesh numbers. The time is 0 if they are equal.
+        """
+        keys = self._compute_keys(sources, targets)
+        places = np.searchsorted(self._keys, keys)
+        known = places < len(self._keys)
+        known[known] = self._keys[places[known]] == keys[known]
+        if not known.all():
+            self._add(keys[~known], sources, targets, ~known)
+            places = np.searchsorted(self._keys, keys)
+        return np.where(sources == targets, 0.0, self._seconds[places])
+
+    def _compute_keys(self, sources: Integers, targets: Integers) -> Integers:
+        """Return a number for each pair that is equal for pairs with the same time."""
+        table = self._table
+        per_node = self._problem.rates.per_node
+        low, stop = table.starts[sources, 0], table.ends[sources]
+        begin, end = table.starts[targets, 0], table.ends[targets]
+        overlaps = (low < end) & (begin < stop)
+        on_one_node = np.minimum(low, begin) // per_node == (np.maximum(stop, end) - 1) // per_node
+        span = int(table.ends.max())
+        relation = np.where(overlaps, begin - low + span + 2, on_one_node)
+        classes = table.classes[sources] * len(table.examples) + table.classes[targets]
+        keys = classes * (2 * span + 4) + relation
+        # Meshes with gaps have no position that can be compared.
+        adjacent = table.is_adjacent[sources] & table.is_adjacent[targets]
+        return np.where(adjacent, keys, -1 - (sources * len(table.meshes) + targets))
+
+    def _add(
+        self, keys: Integers, sources: Integers, targets: Integers, chosen: npt.NDArray[np.bool_]
+    ) -> None:
+        """Estimate the times of new keys, each by the first of its pairs."""
+        meshes = self._table.meshes
+        sources = np.broadcast_to(sources, chosen.shape)[chosen]
+        targets = np.broadcast_to(targets, chosen.shape)[chosen]
+        added, firsts = np.unique(keys, return_index=True)
+        seconds = []
+        for first in firsts:
+            source, target = meshes[sources[first]], meshes[targets[first]]
+            seconds.append(self._problem.estimate_transfer(self._role, source, target))
+        all_keys = np.concatenate([self._keys, added])
+        all_seconds = np.concatenate([self._seconds, np.array(seconds)])
+        order = np.argsort(all_keys)
+        self._keys = all_keys[order]
+        self._seconds = all_seconds[order]

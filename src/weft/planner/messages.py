@@ -1,0 +1,111 @@
+"""Times of the messages within a call: of tensor, context, expert and pipeline parallelism and ZeRO.
+
+The functions are pure.
+"""
+
+from __future__ import annotations
+
+from weft.planner.compute_times import PassSize
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.devices import DeviceRates
+from weft.planner.memory import WIDE
+from weft.topology import Mesh
+
+
+def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
+    """Return the ranks of a group of a mesh: the one that has the first rank.
+
+    `kind` is "tensor", "context", "fsdp" (ranks that share one sharded copy), "copies" (ranks with
+    the same part of the network) or "pipeline" (the first stage's rank and the next one's).
+    """
+    layout = mesh.layout
+    row = layout.tensor * layout.context
+    match kind:
+        case "tensor":
+            return mesh.ranks[: layout.tensor]
+        case "context":
+            return mesh.ranks[: row : layout.tensor]
+        case "fsdp":
+            return mesh.ranks[: row * layout.fsdp : row]
+        case "copies":
+            rows = range(0, row * layout.data, row * layout.fsdp)
+            contexts = range(0, row, layout.tensor)
+            return tuple(mesh.ranks[first + number] for first in rows for number in contexts)
+    return mesh.ranks[: row * layout.data + 1 : row * layout.data]
+
+
+def estimate_pass_messages(
+    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
+) -> float:
+    """Return the seconds of a micro-batch's messages on one rank.
+
+    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
+    that pipeline stages send. `factor` corrects the time of the sums.
+    """
+    layout = mesh.layout
+    shape = network.shape
+    layers = shape.layers / layout.pipeline
+    states = size.tokens * shape.hidden * network.element_bytes
+    again = size.trains and network.settings.recompute
+    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
+    passes = forwards + (1.0 if size.trains else 0.0)
+    seconds = 0.0
+    if layout.tensor > 1:
+        # After attention and after the MLP; the embedding, and the softmax of the head
+        group = list_group(mesh, "tensor")
+        sums = 2 * layers * passes
+        seconds += sums * rates.time_sum(states, group, layout.tensor)
+        if shape.vocab > 1:
+            seconds += rates.time_sum(states, group, layout.tensor)
+        seconds *= factor
+    if layout.context > 1:
+        kv = size.tokens * 2 * shape.key * network.element_bytes
+        rounds = 3 if size.trains else 1
+        sent = rates.time_send(kv, list_group(mesh, "context"))
+        seconds += layers * rounds * (layout.context - 1) * sent
+    if layout.pipeline > 1:
+        count = layout.stages_per_rank * (2 if size.trains else 1)
+        seconds += count * rates.time_send(states, list_group(mesh, "pipeline"))
+    return seconds
+
+
+def estimate_shard_messages(
+    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
+) -> float:
+    """Return the seconds of gathering and scattering sharded tensors, block by block.
+
+    `parts` is the number of micro-batches of a minibatch.
+    """
+    layout = mesh.layout
+    shape = network.shape
+    width = network.element_bytes
+    share = 1.0 / layout.tensor
+    blocks = shape.layers / layout.pipeline
+    block = shape.block_elements * share
+    ends = shape.embedding_elements * share / layout.pipeline
+    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
+    group = list_group(mesh, "fsdp")
+    once = blocks * rates.time_gather(block * width, group, layout.fsdp)
+    seconds = gathers * once + parts * rates.time_gather(ends * width, group, layout.fsdp)
+    if trains:
+        trained = network.num_trained / shape.parameters
+        scatter = blocks * rates.time_scatter(block * WIDE * trained, group, layout.fsdp)
+        scatter += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
+        seconds += (1 if network.settings.sums_once else parts) * scatter
+    return seconds
+
+
+def estimate_decode_messages(
+    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
+) -> float:
+    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
+
+    These are two sums in each layer, and three exchanges for the softmax and the draw.
+    """
+    size = mesh.layout.tensor
+    if size == 1:
+        return 0.0
+    states = batch * network.element_bytes * network.shape.hidden
+    group = list_group(mesh, "tensor")
+    sums = 2 * network.shape.layers * rates.time_sum(states, group, size)
+    return sums + 3 * rates.time_sum(batch * WIDE, group, size)

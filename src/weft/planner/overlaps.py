@@ -1,0 +1,196 @@
+"""Parts of a network that the devices of one mesh lack if they have those of another mesh.
+
+These follow from the widths of a layer and the coordinates of the devices, for all parameters of a
+kind at once. They are those of the transfers that a run executes (`weft.realloc.plan`), except that
+biases, norms and rounding are left out, and that rows which are stored together (those of q, k and v,
+or of gate and up) count as one matrix.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.topology import Layout, Mesh, compute_stage
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class LackedElements(NamedTuple):
+    """Elements that the devices of a mesh lack, float64 [devices] in the order of the mesh.
+
+    Attributes:
+        missing: Elements that a device needs and does not have.
+        crossing: Part of them that no device of its machine has either.
+    """
+
+    missing: Floats
+    crossing: Floats
+
+
+class _Positions(NamedTuple):
+    """Coordinates of devices in a mesh, int64 [devices] each; -1 if the mesh does not have a device."""
+
+    data: Integers
+    tensor: Integers
+    pipeline: Integers
+
+
+class _Slice(NamedTuple):
+    """Interval of the rows or columns of a matrix, as fractions of all of them."""
+
+    start: Floats
+    length: Floats
+
+
+def compute_lacked_elements(
+    network: DecoderSizes, source: Mesh, target: Mesh, per_node: int
+) -> LackedElements:
+    """Return the trained elements that the devices of `target` lack if `source` has trained them.
+
+    `per_node` is the number of devices of a machine.
+    """
+    ranks = np.array(target.ranks, np.int64)
+    here = _locate(source, ranks)
+    there = _locate(target, ranks)
+    inside = here.data >= 0
+    needed = np.zeros(len(ranks))
+    present = np.zeros(len(ranks))
+    counts = _count_layers(network, source.layout, target.layout)
+    for kind, elements in _list_elements(network).items():
+        own, common = counts["ends" if kind == "ends" else "blocks"]
+        size = elements * own[there.pipeline]
+        part = np.ones(len(ranks))
+        overlap = np.ones(len(ranks))
+        for a, b in zip(
+            _list_slices(kind, source.layout, here),
+            _list_slices(kind, target.layout, there),
+            strict=True,
+        ):
+            part *= b.length
+            stop = np.minimum(a.start + a.length, b.start + b.length)
+            overlap *= np.maximum(0.0, stop - np.maximum(a.start, b.start))
+        needed += size * part
+        both = elements * common[here.pipeline, there.pipeline]
+        present += np.where(inside, both * overlap, 0.0)
+    missing = np.maximum(0.0, needed - present)
+    return LackedElements(missing, missing * _compute_distant_share(source, ranks, per_node))
+
+
+def _locate(mesh: Mesh, ranks: Integers) -> _Positions:
+    """Return the coordinates of devices in a mesh, whose ranks are ascending."""
+    layout = mesh.layout
+    own = np.array(mesh.ranks, np.int64)
+    at = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+    known = own[at] == ranks
+    rest, tensor = np.divmod(at, layout.tensor)
+    pipeline, data = np.divmod(rest // layout.context, layout.data)
+    return _Positions(*(np.where(known, each, -1) for each in (data, tensor, pipeline)))
+
+
+def _list_elements(network: DecoderSizes) -> dict[str, float]:
+    """Return the trained elements by kind: of a layer, or (`ends`) of a matrix at an end.
+
+    The kinds of a layer are matrices whose rows tensor parallelism divides, those whose columns it
+    divides, and both for experts.
+    """
+    shape = network.shape
+    trained = shape.trainable / shape.parameters
+    if network.has_adapters:
+        return {"columns": shape.trainable / shape.layers}
+    chosen = network.chosen_experts if network.experts else 1
+    copies = network.experts or 1
+    inner = shape.inner // chosen * copies
+    prefix = "expert " if network.experts else ""
+    sizes = {
+        "rows": float(shape.hidden * (shape.query + 2 * shape.key)),
+        "columns": float(shape.query * shape.hidden),
+    }
+    for kind, matrices in (("rows", 2 if shape.gated else 1), ("columns", 1)):
+        name = f"{prefix}{kind}"
+        sizes[name] = sizes.get(name, 0.0) + matrices * shape.hidden * inner
+    scale = trained * shape.block_elements / sum(sizes.values())
+    scaled = {kind: scale * size for kind, size in sizes.items()}
+    return scaled | {"ends": trained * shape.embedding}
+
+
+@lru_cache(maxsize=4096)
+def _count_stage_layers(layers: int, head: float, layout: Layout) -> npt.NDArray[np.bool_]:
+    """Return whether a pipeline rank has a layer, bool [pipeline ranks, layers]."""
+    stages = min(layout.placement.num_stages, layers)
+    has = np.zeros((layout.pipeline, layers), bool)
+    for stage in range(stages):
+        part = compute_stage(layers, stages, stage, head)
+        has[layout.placement.get_rank(stage), part.start : part.stop] = True
+    return has
+
+
+def _count_layers(
+    network: DecoderSizes, source: Layout, target: Layout
+) -> dict[str, tuple[Floats, Floats]]:
+    """Return numbers of layers ("blocks") and of matrices at the ends ("ends").
+
+    Each is (those of the pipeline ranks of `target`, those that pipeline ranks of both layouts have).
+    """
+    shape = network.shape
+    head = network.outputs / max(1, network.active) if shape.vocab > 1 else 0.0
+    blocks = [
+        _count_stage_layers(shape.layers, head, layout).astype(np.float64)
+        for layout in (source, target)
+    ]
+    ends = []
+    for layout in (source, target):
+        # The first stage has the embedding, and the last one the output matrix or, if both are one,
+        # a copy of it.
+        has = np.zeros((layout.pipeline, 2))
+        has[layout.placement.get_rank(0), 0] = 1.0
+        if shape.vocab > 1:
+            has[layout.placement.last_rank, 0 if shape.tied else 1] = 1.0
+        ends.append(has)
+    return {
+        "blocks": (blocks[1].sum(1), blocks[0] @ blocks[1].T),
+        "ends": (ends[1].sum(1), ends[0] @ ends[1].T),
+    }
+
+
+def _list_slices(kind: str, layout: Layout, at: _Positions) -> list[_Slice]:
+    """Return the rows and columns (for experts: also the experts) that devices have of a matrix."""
+    tensor = _Slice(at.tensor / layout.tensor, np.full(len(at.tensor), 1.0 / layout.tensor))
+    if kind.startswith("expert"):
+        parts = layout.expert * layout.expert_shards
+        number = at.data % layout.expert * layout.expert_shards
+        number = number + at.data % layout.fsdp // layout.expert
+        experts = _Slice(number / parts, np.full(len(number), 1.0 / parts))
+        return [experts, tensor]
+    shard = at.data % layout.fsdp
+    if kind == "columns":
+        rows = _Slice(shard / layout.fsdp, np.full(len(shard), 1.0 / layout.fsdp))
+        return [rows, tensor]
+    # Rows are divided over tensor ranks, and each part over shards.
+    parts = layout.tensor * layout.fsdp
+    number = at.tensor * layout.fsdp + shard
+    whole = _Slice(np.zeros(len(shard)), np.ones(len(shard)))
+    return [_Slice(number / parts, np.full(len(number), 1.0 / parts)), whole]
+
+
+def _compute_distant_share(source: Mesh, ranks: Integers, per_node: int) -> Floats:
+    """Return the share of what a device lacks that no device of `source` in its machine has."""
+    layout = source.layout
+    own = np.array(source.ranks, np.int64)
+    at = _locate(source, own)
+    # Distinct parts of the network in each machine
+    number = (at.pipeline * layout.tensor + at.tensor) * layout.fsdp + at.data % layout.fsdp
+    parts = layout.tensor * layout.pipeline * layout.fsdp
+    pairs = np.unique(np.stack([own // per_node, number]), axis=1)
+    nodes, counts = np.unique(pairs[0], return_counts=True)
+    held = dict(zip(nodes.tolist(), counts.tolist(), strict=True))
+    inside = np.isin(ranks, own)
+    near = np.array([held.get(int(rank) // per_node, 0) for rank in ranks], np.float64)
+    # What a device has itself is not missing.
+    lacked = np.maximum(parts - inside, 1)
+    return 1.0 - np.minimum(1.0, np.maximum(0.0, near - inside) / lacked)

@@ -1,0 +1,228 @@
+"""The problem of placing a graph's calls on devices, and estimates of a placement's time and memory.
+
+The duration of a step is simulated: calls that share a device run one after another. What a call
+costs depends on its layout and on how its mesh lies on machines, not on which of them it uses, so it
+is estimated once for all meshes that differ only in their position. The functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from weft.planner.cluster import Cluster
+from weft.planner.cost import (
+    CallEstimate,
+    CallWorkload,
+    count_received_bytes,
+    estimate_call,
+    estimate_role_memory,
+    estimate_transfer_seconds,
+)
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.devices import DeviceRates
+from weft.planner.scoring import PlacementScorer
+from weft.topology import Mesh
+
+
+@dataclass(frozen=True)
+class PlacementUnit:
+    """Group of calls that are placed on the same mesh.
+
+    The group consists either of all calls that train a role, or of a single call that does not
+    train. `meshes` are the candidate meshes from which the search chooses one.
+    """
+
+    role: str
+    calls: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class PlacementEstimate:
+    """Estimated step time and memory of a placement.
+
+    Attributes:
+        meshes: Mesh of each call.
+        seconds: Duration of each call.
+        parts: Parts of each call's duration, in seconds (see `CallEstimate`).
+        transfer_seconds: Time to transfer weights to the devices of each call.
+        moved_bytes: Bytes of weights that the devices of each call receive.
+        step_seconds: Duration of a step.
+        peak_bytes: Memory used on the device that uses the most.
+        excess_bytes: Memory beyond the capacity of a device, at most; 0 if the placement fits.
+    """
+
+    meshes: Mapping[str, Mesh]
+    seconds: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
+    transfer_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    step_seconds: float
+    peak_bytes: float
+    excess_bytes: float
+
+    def get_bound(self, call: str) -> str:
+        """Return the name of the largest part of a call's duration."""
+        parts = self.parts[call]
+        return max(parts, key=lambda name: parts[name])
+
+
+# (bytes beyond the capacity, seconds of a step, devices), compared in this order; less is better
+PlacementScore = tuple[float, float, int]
+
+
+@dataclass
+class PlacementProblem:
+    """Model calls to place on devices, with the data for estimating the step time and the memory.
+
+    Calls are placed in groups, called units. A placement is a list that has, for each unit, the
+    index of the chosen mesh in `PlacementUnit.meshes`. Host functions are assumed to take no time.
+
+    Attributes:
+        units: Groups of calls to place.
+        networks: Sizes of each role's model.
+        loads: Workload of each call.
+        order: Names of the graph's nodes in the order of execution.
+        producers: For each node, the nodes whose outputs it reads.
+        rates: Speed of the devices; with several kinds, that of all of them together.
+        num_devices: Number of devices on all machines.
+        max_staleness: Number of steps by which sampling can be ahead of training.
+        shared_roles: Maps a role to the role whose weights it uses if the two are on the same mesh.
+        cluster: Kinds of devices, or None if all of them have the speed `rates`.
+    """
+
+    units: Sequence[PlacementUnit]
+    networks: Mapping[str, DecoderSizes]
+    loads: Mapping[str, CallWorkload]
+    order: Sequence[str]
+    producers: Mapping[str, Sequence[str]]
+    rates: DeviceRates
+    num_devices: int
+    max_staleness: int = 0
+    shared_roles: Mapping[str, str] = field(default_factory=dict)
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        self.unit_of = {
+            call: number for number, unit in enumerate(self.units) for call in unit.calls
+        }
+        self.home: dict[str, int] = {}  # role -> index of the unit whose mesh owns its weights
+        for number, unit in enumerate(self.units):
+            if unit.trains or unit.role not in self.home:
+                self.home[unit.role] = number
+        self.devices = self.cluster or Cluster.of_one_kind(self.rates, self.num_devices)
+        self._rates: dict[tuple[int, ...], DeviceRates] = {}
+
+    @cached_property
+    def scorer(self) -> PlacementScorer:
+        """Scores of many placements at once."""
+        return PlacementScorer(self)
+
+    @property
+    def num_placements(self) -> int:
+        """Number of possible placements."""
+        return math.prod(len(unit.meshes) for unit in self.units)
+
+    def compute_score(self, choice: Sequence[int]) -> PlacementScore:
+        """Return the score of the placement `choice`; a lower score is better.
+
+        The score consists of the bytes beyond the memory capacity, the seconds per step, and the
+        number of devices, which are compared in this order.
+        """
+        excess, seconds, devices = self.scorer.score(self.scorer.find_numbers(choice))
+        return float(excess[0]), float(seconds[0]), int(devices[0])
+
+    def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
+        """Return the estimated step time and memory of a placement.
+
+        `choice` is the placement, given as the index of the chosen mesh for each unit.
+        """
+        meshes = [unit.meshes[index] for unit, index in zip(self.units, choice, strict=True)]
+        excess, seconds, _ = self.scorer.score(self.scorer.find_numbers(choice))
+        started = 1 + max(mesh.ranks[-1] for mesh in meshes)
+        estimates = {
+            call: self.estimate_call(call, meshes[unit], started)
+            for call, unit in self.unit_of.items()
+        }
+        transfers = {}
+        moved = {}
+        for call, unit in self.unit_of.items():
+            transfers[call] = 0.0
+            moved[call] = 0.0
+            role = self.units[unit].role
+            source = meshes[self.home[role]]
+            if self.is_trained(role) and source != meshes[unit]:
+                transfers[call] = self.estimate_transfer(role, source, meshes[unit])
+                received = count_received_bytes(self.networks[role], source, meshes[unit])
+                moved[call] = sum(received.values())
+        return PlacementEstimate(
+            meshes={call: meshes[unit] for call, unit in self.unit_of.items()},
+            seconds={name: each.seconds for name, each in estimates.items()},
+            parts={name: each.parts for name, each in estimates.items()},
+            transfer_seconds=transfers,
+            moved_bytes=moved,
+            step_seconds=float(seconds[0]),
+            peak_bytes=self.scorer.compute_peak_bytes(self.scorer.find_numbers(choice)),
+            excess_bytes=float(excess[0]),
+        )
+
+    def is_trained(self, role: str) -> bool:
+        """Return whether any call trains the role."""
+        return self.units[self.home[role]].trains
+
+    def get_rates(self, *meshes: Mesh) -> DeviceRates:
+        """Return the rates of the devices of meshes, together."""
+        if len(self.devices.groups) == 1:
+            return self.rates
+        kinds = {kind for mesh in meshes for kind in self.devices.find_kinds(mesh.ranks)}
+        key = tuple(sorted(kinds))
+        if key not in self._rates:
+            self._rates[key] = self.devices.combine_rates(key)
+        return self._rates[key]
+
+    def estimate_call(self, call: str, mesh: Mesh, started: int) -> CallEstimate:
+        """Return the duration of a call on a mesh, if no other call runs at the same time.
+
+        `started` is the number of processes of the run, one for each device up to the last one that
+        a call uses.
+        """
+        network = self.networks[self.units[self.unit_of[call]].role]
+        if mesh.layout.context > 1:  # ranks that share tokens compute every prefix
+            network = replace(network, shares_prefixes=False)
+        rates = self.get_rates(mesh)
+        shared = rates.share_cores(*self.count_processes(len(mesh.ranks), started))
+        estimate = estimate_call(network, self.loads[call], mesh, shared)
+        return estimate.with_overhead(rates.call + (rates.dispatch if started > 1 else 0.0))
+
+    def count_processes(self, size: int, started: int) -> tuple[int, int]:
+        """Return two counts for one machine: the processes that run a call, and all processes.
+
+        `size` is the number of devices of the call's mesh, and `started` is the total number of
+        processes on all machines.
+        """
+        return min(size, self.rates.per_node), min(started, self.rates.per_node)
+
+    def estimate_transfer(self, role: str, source: Mesh, target: Mesh) -> float:
+        """Return the time to copy newly trained weights to another mesh, in seconds."""
+        rates = self.get_rates(source, target)
+        return estimate_transfer_seconds(self.networks[role], source, target, rates)
+
+    def estimate_memory(
+        self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool, shared: bool
+    ) -> tuple[int, int]:
+        """Return the memory in bytes that a role uses on each device of a mesh.
+
+        The first number is the memory that is always in use, and the second is the additional
+        memory during the role's calls. `calls` are the role's calls on that mesh. `own` is True if
+        the role is trained on the mesh or, for a frozen role, if its first call runs there.
+        `shared` is True if the role uses the weights of another role.
+        """
+        loads = [self.loads[call] for call in calls]
+        rates = self.get_rates(mesh)
+        held = estimate_role_memory(self.networks[role], loads, mesh.layout, rates, own=own)
+        stays = held.resident_cache if shared else held.permanent - held.away
+        return stays, held.call + (0 if shared else held.away)
