@@ -142,15 +142,16 @@ def format_summary(plan: ShownPlan) -> list[str]:
     from weft.observe.memory import format_size
     from weft.observe.plan_page import describe_devices, format_seconds
 
-    peak = max(group.peak_bytes for group in plan.groups)
+    fullest = plan.fullest
     rate = plan.num_tokens / plan.step_seconds
     line = (
         f"{format_seconds(plan.step_seconds)} per step ({rate:,.0f} tokens/s) on "
-        f"{describe_devices(plan)}; {format_size(peak, 1)} at most on a device"
+        f"{describe_devices(plan)}; {format_size(fullest.peak_bytes, 1)} at most on a device"
     )
-    if plan.capacity is not None:
-        line += f" of {format_size(plan.capacity, 1)}"
-        line += ", which does NOT fit" if peak > plan.capacity else ""
+    if fullest.capacity is not None:
+        line += f" of {format_size(fullest.capacity, 1)}"
+    if not fullest.fits:
+        line += ", which does NOT fit"
     if plan.left_out:
         line += f"; without {', '.join(plan.left_out)}"
     return [f"{line}; from {plan.basis}", *plan.notes]

@@ -75,18 +75,17 @@ def describe_devices(plan: ShownPlan) -> str:
 def _render_top(plan: ShownPlan) -> str:
     step = format_seconds(plan.step_seconds)
     longest = max(plan.calls, key=lambda call: call.seconds)
-    fullest = max(plan.groups, key=lambda group: group.peak_bytes)
+    fullest = plan.fullest
     sentences = [
         f"A step takes about <b>{escape(step)}</b> on {escape(describe_devices(plan))}.",
         f"The longest call is <b>{escape(longest.name)}</b>, mostly {escape(longest.bound)}.",
     ]
-    over = plan.capacity is not None and fullest.peak_bytes > plan.capacity
-    if over:
+    if not fullest.fits:
         sentences.append('<b class="bad">It does not fit into memory.</b>')
     if plan.left_out:
         left_out = escape(", ".join(plan.left_out))
         sentences.append(f"Calls of {left_out} are not included.")
-    room = "" if plan.capacity is None else f"of {format_size(plan.capacity, 1)}"
+    room = "" if fullest.capacity is None else f"of {format_size(fullest.capacity, 1)}"
     tiles = [
         ("step", step, f"{plan.num_tokens:,} tokens"),
         ("tokens per second", format_number(round(plan.num_tokens / plan.step_seconds)), ""),
@@ -343,9 +342,11 @@ def render_memory(plan: ShownPlan) -> str:
     if not used:
         return ""
     charts = "".join(_render_memory_chart(plan, group) for group in used)
+    sizes = dict.fromkeys(group.capacity for group in used if group.capacity is not None)
     room = ""
-    if plan.capacity is not None:
-        room = f", of which a run can use {format_size(plan.capacity, 1)} (the dashed line)"
+    if sizes:
+        listed = " or ".join(format_size(size, 1) for size in sizes)
+        room = f", of which a run can use {listed} (the dashed line)"
     return (
         f'<p class="note">Memory in use on each device of a group over the simulated '
         f'steps{escape(room)}.</p><div class="charts courses">{charts}</div>'
@@ -354,7 +355,7 @@ def render_memory(plan: ShownPlan) -> str:
 
 def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     length = plan.seconds
-    capacity = plan.capacity or 0.0
+    capacity = group.capacity or 0.0
     top = 1.08 * max(group.peak_bytes, min(capacity, 3 * group.peak_bytes))
     points = []
     before = 0.0
@@ -379,9 +380,8 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
         for at in choose_ticks(0.0, length, 4)
         if at <= 0.96 * length
     )
-    over = capacity and group.peak_bytes > capacity
     peak = f"{format_size(group.peak_bytes)} at most"
-    style = "bad" if over else ""
+    style = "" if group.fits else "bad"
     name = _name_group(group)
     if len(group.intervals) == 1 and group.num_devices > 1:
         name = f"devices {name}"

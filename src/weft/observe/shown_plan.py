@@ -56,11 +56,13 @@ class ShownGroup:
         intervals: Ranks as pairs (first rank, rank after the last one).
         memory: Bytes in use on each of the devices, as pairs (seconds, bytes) from which on they
             are in use.
+        capacity: Usable bytes of a device's memory, or None if they are not known.
     """
 
     name: str
     intervals: list[list[int]]
     memory: list[list[float]]
+    capacity: float | None
 
     @property
     def num_devices(self) -> int:
@@ -69,6 +71,10 @@ class ShownGroup:
     @property
     def peak_bytes(self) -> float:
         return max((used for _, used in self.memory), default=0.0)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.peak_bytes <= self.capacity
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,6 @@ class ShownPlan:
         device: Name of the devices.
         num_devices: Number of devices.
         per_node: Number of devices per machine.
-        capacity: Usable bytes of a device's memory, or None if they are not known.
         step_seconds: Duration of a step once steps repeat.
         num_tokens: Tokens of a step.
         max_staleness: Number of steps by which sampling can be ahead of training.
@@ -121,7 +126,6 @@ class ShownPlan:
     device: str
     num_devices: int
     per_node: int
-    capacity: float | None
     step_seconds: float
     num_tokens: int
     max_staleness: int
@@ -133,6 +137,11 @@ class ShownPlan:
     basis: str
     left_out: list[str]
     notes: list[str]
+
+    @property
+    def fullest(self) -> ShownGroup:
+        """Devices with the least memory left."""
+        return max(self.groups, key=lambda group: group.peak_bytes / (group.capacity or 1.0))
 
     @property
     def seconds(self) -> float:
@@ -161,10 +170,6 @@ class ShownPlan:
         if not plan.step_ends or not plan.groups or plan.step_seconds <= 0:
             raise ValueError("there is no step, or no device")
         return plan
-
-
-# Checks of the fields, by annotation
-_PAIRS = "list[list[float]]"
 
 
 def _read_fields(kind: type, value: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weft.observe.shown_plan import CALL
-from weft.planner.cost import estimate_role_memory
 from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.simulation import DeviceRange, Simulation, find_homes, locate_meshes
 from weft.topology import Mesh
@@ -45,23 +44,16 @@ def estimate_memory(
     located = locate_meshes(meshes.values(), groups)
     memory = [DeviceMemory() for _ in groups]
     for (role, mesh), calls in places.items():
-        network = problem.networks[role]
         own = meshes[homes[role]] == mesh
         base = problem.shared_roles.get(role)
         shared = base is not None and meshes[homes[base]].has_same_parts(mesh)
-
-        def estimate_calls(names: Sequence[str]) -> tuple[float, float]:
-            loads = [problem.loads[name] for name in names]
-            held = estimate_role_memory(network, loads, mesh.layout, problem.rates, own=own)
-            if shared:
-                return held.resident_cache, held.call
-            return held.permanent - held.away, held.call + held.away
-
-        resident, _ = estimate_calls(calls)
+        resident, _ = problem.estimate_memory(role, mesh, calls, own=own, shared=shared)
+        for call in calls:
+            _, demand = problem.estimate_memory(role, mesh, [call], own=own, shared=shared)
+            for group in located[mesh]:
+                memory[group].calls[call] = demand
         for group in located[mesh]:
             memory[group].resident += resident
-            for call in calls:
-                memory[group].calls[call] = estimate_calls([call])[1]
     return memory
 
 

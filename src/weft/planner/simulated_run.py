@@ -76,7 +76,6 @@ def build_shown_plan(
         device=rates.name,
         num_devices=problem.num_devices,
         per_node=rates.per_node,
-        capacity=None if math.isinf(rates.capacity) else rates.capacity,
         step_seconds=simulation.step_seconds,
         num_tokens=forecast.num_tokens,
         max_staleness=problem.max_staleness,
@@ -96,11 +95,15 @@ def _build_groups(forecast: StepForecast, simulation: Simulation) -> list[ShownG
     groups = []
     for number, devices in enumerate(simulation.groups):
         course = build_memory_course(simulation, number, memory[number])
+        devices_of = forecast.problem.devices
+        (kind,) = devices_of.find_kinds([devices.intervals[0][0]])
+        capacity = devices_of.groups[kind].rates.capacity
         groups.append(
             ShownGroup(
                 devices.name,
                 [list(interval) for interval in devices.intervals],
                 [[round(time, 7), float(used)] for time, used in course],
+                None if math.isinf(capacity) else capacity,
             )
         )
     return groups

@@ -17,6 +17,7 @@ the same calls are simulated as one, so the cost does not depend on the number o
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -185,13 +186,16 @@ def _find_steady_seconds(replay: _Replay) -> float:
 # -- devices
 
 
-def group_devices(meshes: Collection[Mesh], num_devices: int) -> list[DeviceRange]:
-    """Return the devices, grouped by the meshes to which they belong.
+def group_devices(
+    meshes: Collection[Mesh], num_devices: int, kinds: Sequence[int] = (0,)
+) -> list[DeviceRange]:
+    """Return the devices, grouped by the meshes to which they belong and by their kind.
 
-    Ranges are in the order of their first ranks. Devices of no mesh are the last range.
+    `kinds` are the first ranks of devices of each kind, in ascending order. Ranges are in the order
+    of their first ranks; devices of no mesh follow at the end.
     """
     runs = {mesh.ranks: _list_runs(mesh.ranks) for mesh in meshes}
-    ends = {0, num_devices}
+    ends = {0, num_devices, *(first for first in kinds if first < num_devices)}
     for intervals in runs.values():
         for first, stop in intervals:
             ends |= {first, stop}
@@ -203,16 +207,16 @@ def group_devices(meshes: Collection[Mesh], num_devices: int) -> list[DeviceRang
         for first, stop in intervals:
             for place in range(at[first], at[stop]):
                 members[bounds[place]].add(number)
-    found: dict[frozenset[int], list[tuple[int, int]]] = {}
+    found: dict[tuple[int, frozenset[int]], list[tuple[int, int]]] = {}
     for first, stop in itertools.pairwise(bounds):
-        intervals = found.setdefault(frozenset(members[first]), [])
+        kind = bisect.bisect(kinds, first)
+        intervals = found.setdefault((kind, frozenset(members[first])), [])
         if intervals and intervals[-1][1] == first:
             intervals[-1] = (intervals[-1][0], stop)
         else:
             intervals.append((first, stop))
-    idle = found.pop(frozenset(), [])
-    ranges = [DeviceRange(tuple(intervals)) for intervals in found.values()]
-    return [*ranges, *([DeviceRange(tuple(idle))] if idle else [])]
+    used = sorted(found, key=lambda key: not key[1])  # stable: idle devices move to the end
+    return [DeviceRange(tuple(found[key])) for key in used]
 
 
 def locate_meshes(
@@ -284,7 +288,8 @@ class PlacedCalls:
     ) -> PlacedCalls:
         """Group the devices of the placement `estimate`, and gather what the replay needs."""
         meshes = estimate.meshes
-        groups = group_devices(meshes.values(), problem.num_devices)
+        kinds = [group.first for group in problem.devices.groups]
+        groups = group_devices(meshes.values(), problem.num_devices, kinds)
         groups_of = locate_meshes(meshes.values(), groups)
         homes = find_homes(problem)
         lanes = _find_separate_copies(graph, meshes, groups_of, homes)
