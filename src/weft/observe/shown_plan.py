@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.observe.jsonl import read_json
 from weft.observe.metrics import is_finite
@@ -17,7 +17,7 @@ from weft.writing import write
 
 FORECAST = "forecast.json"
 CALL, HOST_FUNCTION, WEIGHTS = "call", "host", "weights"  # kinds of spans
-Part = TypeVar("Part")
+LARGEST = 1e18  # numbers of a sound plan are less
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,10 @@ class ShownPlan:
         for each in [*plan.calls, *plan.spans]:
             if not all(number in numbers for number in each.groups):
                 raise ValueError(f"{each.name}: groups={each.groups}")
-        if not plan.step_ends or not plan.groups or plan.step_seconds <= 0:
-            raise ValueError("there is no step, or no device")
+        if not plan.step_ends or not plan.groups or not plan.calls or plan.step_seconds <= 0:
+            raise ValueError("there is no step, no device or no call")
+        if plan.num_devices < 1 or plan.seconds <= 0:
+            raise ValueError("there is no device, or steps take no time")
         return plan
 
 
@@ -192,9 +194,9 @@ def _fits(annotation: str, content: Any) -> bool:
     if annotation == "str":
         return isinstance(content, str)
     if annotation == "float":
-        return is_finite(content)
+        return is_finite(content) and 0 <= content < LARGEST
     if annotation == "int":
-        return isinstance(content, int) and not isinstance(content, bool)
+        return type(content) is int and 0 <= content < LARGEST
     if annotation.startswith("list["):
         inner = annotation.removeprefix("list[").removesuffix("]")
         if not isinstance(content, list):
@@ -205,7 +207,9 @@ def _fits(annotation: str, content: Any) -> bool:
             return False
         return all(_fits(inner, each) for each in content)
     if annotation == "dict[str, float]":
-        return isinstance(content, dict) and all(map(is_finite, content.values()))
+        return isinstance(content, dict) and all(
+            _fits("float", each) for each in content.values()
+        )
     return isinstance(content, Mapping)
 
 
