@@ -10,9 +10,10 @@ from tests.observe.plans import make_plan
 from tests.observe.test_report import Page
 from weft.observe.page import write
 from weft.observe.plan_page import build_plan_page, find_part_hues, format_seconds
+from weft.observe.shown_plan import ShownPlan
 
 
-def render(plan=None) -> str:
+def render(plan: ShownPlan | None = None) -> str:
     return build_plan_page(plan or make_plan()).render()
 
 
@@ -41,7 +42,11 @@ def test_bars_lie_where_and_when_calls_run() -> None:
     text = render()
     timeline = text[text.index('id="timeline"') : text.index('id="memory"')]
     bars = re.findall(r'left:([\d.]+)%;width:([\d.]+)%;[^"]*" title="([^"]*)"', timeline)
-    assert ("33.333", "16.667", "actor_train, 1 s, step 1; waits for the outputs of actor_gen") in bars
+    assert (
+        "33.333",
+        "16.667",
+        "actor_train, 1 s, step 1; waits for the outputs of actor_gen",
+    ) in bars
     weights = [bar for bar in bars if bar[2].startswith("weights for actor_gen")]
     assert len(weights) == 4  # on both devices, in two steps
     placement = text[text.index('id="placement"') : text.index('id="timeline"')]

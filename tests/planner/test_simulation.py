@@ -13,12 +13,12 @@ import pytest
 from tests.planner.test_search import NETWORK, RATES, TRAINED
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, Node
+from weft.planner.candidates import list_meshes
 from weft.planner.cost import CallWorkload
 from weft.planner.devices import DeviceRates, estimate_cpu_rates
-from weft.planner.candidates import list_meshes
 from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
-from weft.planner.simulation import Simulation, SimulatedSpan, group_devices, simulate
+from weft.planner.simulation import SimulatedSpan, Simulation, group_devices, simulate
 from weft.topology import Layout, Mesh
 
 METHODS = ("generate", "inference", "train_step")
@@ -49,9 +49,7 @@ def build_problem(
     units = []
     for (role, _), calls in groups.items():
         names = tuple(each.name for each in calls)
-        units.append(
-            PlacementUnit(role, names, tuple(meshes[names[0]]), trains=calls[0].trains)
-        )
+        units.append(PlacementUnit(role, names, tuple(meshes[names[0]]), trains=calls[0].trains))
     trained = {unit.role for unit in units if unit.trains}
     return PlacementProblem(
         units=units,

@@ -131,7 +131,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,show,cost,realloc,memory,profile}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="{search,show,cost,realloc,memory,profile}"
+    )
     summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",

@@ -74,9 +74,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
     # Check the arguments first.
     if not 1 <= arguments.steps <= MOST_STEPS:
-        raise ConfigError(
-            f"--steps={arguments.steps}: simulate 1 to {MOST_STEPS:,} steps"
-        )
+        raise ConfigError(f"--steps={arguments.steps}: simulate 1 to {MOST_STEPS:,} steps")
     page_path = arguments.output
     if page_path is None and not arguments.json:
         page_path = DEFAULT_PAGE

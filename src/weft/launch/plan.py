@@ -159,9 +159,7 @@ def forecast_run_step(
         base = find_shared_base(experiment, role)
         if base is not None and base in networks:
             shared_roles[role] = base
-    forecast = forecast_step(
-        experiment, networks, rates, search, written, rows, shared_roles
-    )
+    forecast = forecast_step(experiment, networks, rates, search, written, rows, shared_roles)
     return replace(forecast, notes=notes)
 
 

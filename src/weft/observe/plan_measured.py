@@ -143,5 +143,5 @@ def _render_bars(name: str, kind: str, bars: Sequence[Bar], length: float, style
     label = f"{kind} {format_seconds(total)}" if bars else f"not {kind}"
     return (
         f'<div class="track {kind}" role="img" aria-label="{escape(f"{name}: {label}")}">'
-        f'{"".join(pieces)}</div>'
+        f"{''.join(pieces)}</div>"
     )

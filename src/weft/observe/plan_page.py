@@ -361,7 +361,10 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     before = 0.0
     for at, used in group.memory:
         x = min(1000.0, 1000 * at / length)
-        points += [f"{x:.1f},{100 * (1 - before / top):.2f}", f"{x:.1f},{100 * (1 - used / top):.2f}"]
+        points += [
+            f"{x:.1f},{100 * (1 - before / top):.2f}",
+            f"{x:.1f},{100 * (1 - used / top):.2f}",
+        ]
         before = used
     points.append(f"1000,{100 * (1 - before / top):.2f}")
     line = " ".join(points[1:])
@@ -415,7 +418,13 @@ def render_bounds(plan: ShownPlan) -> str:
     bars = "".join(_render_parts(call, hues, longest) for call in plan.calls)
     total = sum(call.seconds + call.transfer_seconds for call in plan.calls) or 1.0
     rows = "".join(_render_bounds_row(call, total, moves=moves) for call in plan.calls)
-    columns = ["call", "seconds", "share", "mostly", *(["weights moved", "moved in"] if moves else [])]
+    columns = [
+        "call",
+        "seconds",
+        "share",
+        "mostly",
+        *(["weights moved", "moved in"] if moves else []),
+    ]
     head = "".join(f'<th scope="col">{name}</th>' for name in columns)
     return (
         '<div class="card">'

@@ -207,9 +207,7 @@ def _fits(annotation: str, content: Any) -> bool:
             return False
         return all(_fits(inner, each) for each in content)
     if annotation == "dict[str, float]":
-        return isinstance(content, dict) and all(
-            _fits("float", each) for each in content.values()
-        )
+        return isinstance(content, dict) and all(_fits("float", each) for each in content.values())
     return isinstance(content, Mapping)
 
 

@@ -93,15 +93,15 @@ class CallTimes:
                 seconds = self._seconds[call][each]
                 self.least_seconds[call] = float(seconds.min())
                 self.least_area[call] = float((seconds * sizes[each]).min())
-                self.least_work[call] = float(
-                    (seconds * sizes[each] * self.cores_each[each]).min()
-                )
+                self.least_work[call] = float((seconds * sizes[each] * self.cores_each[each]).min())
 
     def get_all_seconds(self, call: str) -> Floats:
         """Return the durations of a call, [classes, started processes]."""
         return self._seconds[call]
 
-    def get_seconds(self, call: str, classes: Integers, started: Integers, *, least: bool) -> Floats:
+    def get_seconds(
+        self, call: str, classes: Integers, started: Integers, *, least: bool
+    ) -> Floats:
         """Return the duration of a call on classes of meshes.
 
         `started` is the number of started processes; with `least`, there may be more of them.

@@ -409,9 +409,7 @@ class _StepDecisions:
             if old is not None:
                 firings = [firing for firing in firings if old.issuperset(firing.ids)]
             elif queue is not None:
-                if may_load(
-                    self.graph, self.buffer, self.buffer.num_finished, self.follow, None
-                ):
+                if may_load(self.graph, self.buffer, self.buffer.num_finished, self.follow, None):
                     self._add_rows()
                     continue
                 firings = choose_first(self.graph, firings)
@@ -567,9 +565,7 @@ class _Replay:
             spans = []
             if moves:
                 spans.append(
-                    SimulatedSpan(
-                        firing.node, WEIGHTS, call.role, 0, together, begin, moves, *wait
-                    )
+                    SimulatedSpan(firing.node, WEIGHTS, call.role, 0, together, begin, moves, *wait)
                 )
                 wait = ("", "", 0.0)
                 for group in together:
@@ -579,9 +575,7 @@ class _Replay:
             end = begin + moves + takes
             start = begin + moves
             spans.append(
-                SimulatedSpan(
-                    firing.node, CALL, call.role, 0, call.groups, start, takes, *wait
-                )
+                SimulatedSpan(firing.node, CALL, call.role, 0, call.groups, start, takes, *wait)
             )
             for group in call.groups:
                 self._free[group] = end

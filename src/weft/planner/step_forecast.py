@@ -19,8 +19,8 @@ from weft.observe.metrics import format_duration
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
-from weft.planner.row_lengths import RowLengths
 from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
+from weft.planner.row_lengths import RowLengths
 from weft.planner.simulation import simulate
 
 
