@@ -16,9 +16,10 @@ from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.planner.candidates import list_meshes
 from weft.planner.cost import CallWorkload
 from weft.planner.devices import DeviceRates, estimate_cpu_rates
+from weft.planner.placed_calls import group_devices
 from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
-from weft.planner.simulation import SimulatedSpan, Simulation, group_devices, simulate
+from weft.planner.simulation import RunSimulation, SimulatedSpan, simulate
 from weft.topology import Layout, Mesh
 
 METHODS = ("generate", "inference", "train_step")
@@ -69,7 +70,7 @@ def run(
     choice: Sequence[int],
     steps: int = 1,
     **more: Any,
-) -> tuple[Simulation, PlacementEstimate]:
+) -> tuple[RunSimulation, PlacementEstimate]:
     estimate = problem.estimate(choice)
     follow = graph.order[-1]
     return simulate(graph, follow, problem, estimate, steps=steps, **more), estimate
@@ -195,7 +196,7 @@ def place_apart(staleness: int, gen: CallWorkload, train: CallWorkload) -> tuple
     return graph, build_problem(graph, meshes, {"gen": gen, "train": train}, 2)
 
 
-def find(result: Simulation, name: str, kind: str = "call") -> list[SimulatedSpan]:
+def find(result: RunSimulation, name: str, kind: str = "call") -> list[SimulatedSpan]:
     return [span for span in result.spans if span.name == name and span.kind == kind]
 
 

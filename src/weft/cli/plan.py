@@ -1,9 +1,10 @@
 """`weft plan`: show what a run would do, without running it.
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
-the estimated times. `show` writes a page with simulated steps. `cost` compares GPUs by time and price. `realloc` shows the transfers that
-move parameters between two layouts. `memory` shows which GPUs have enough memory to train a model.
-`profile` measures a model's parts on this machine, so that estimated times are right.
+the estimated times. `show` writes a page with simulated steps. `cost` compares GPUs by time and
+price. `realloc` shows the transfers that move parameters between two layouts. `memory` shows which
+GPUs have enough memory to train a model. `profile` measures a model's parts on this machine, so
+that estimated times are right.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ MOST_STEPS = 1000
 DEFAULT_PAGE = Path("plan.html")
 PAGE_BEGINNING = "<!doctype html>"
 PAGE_MARK = "· weft</title>"
-EPILOG = """Only options and config.json are read; the devices need not exist. Layouts are those of the options:
-set by hand, or by allocation_mode=search or heuristic. search.* sets the assumptions.
+EPILOG = """Only options and config.json are read; the devices need not exist. Layouts are those of the
+options: set by hand, or by allocation_mode=search or heuristic. search.* sets the assumptions.
 
 examples:
   weft plan show sft model.path=MODEL dataset.train_path=sft.jsonl search.gpu=H100
-  weft plan show ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8 allocation_mode=search search.gpu=H100
+  weft plan show ppo actor.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8 search.gpu=H100
   weft plan show ppo ... n_nodes=2048 n_gpus_per_node=8 allocation_mode=d2048t8 search.gpu=H100 --timeline timeline.json"""
 
 

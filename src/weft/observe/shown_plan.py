@@ -163,10 +163,10 @@ class ShownPlan:
         row["calls"] = [ShownCall(**_read_fields(ShownCall, each)) for each in row["calls"]]
         row["spans"] = [ShownSpan(**_read_fields(ShownSpan, each)) for each in row["spans"]]
         plan = cls(**row)
-        numbers = range(len(plan.groups))
-        for each in [*plan.calls, *plan.spans]:
-            if not all(number in numbers for number in each.groups):
-                raise ValueError(f"{each.name}: groups={each.groups}")
+        used = {number for call in plan.calls for number in call.groups}
+        used |= {number for span in plan.spans for number in span.groups}
+        if not used <= set(range(len(plan.groups))):
+            raise ValueError(f"groups are {sorted(used)}")
         if not plan.step_ends or not plan.groups or not plan.calls or plan.step_seconds <= 0:
             raise ValueError("there is no step, no device or no call")
         if plan.num_devices < 1 or plan.seconds <= 0:
@@ -181,16 +181,16 @@ def _read_fields(kind: type, value: Any) -> dict[str, Any]:
     row = {}
     for each in fields(kind):
         content = value.get(each.name)
-        if not _fits(str(each.type), content):
+        if not _has_type(str(each.type), content):
             raise ValueError(f"{kind.__name__}.{each.name} is {content!r}")
         row[each.name] = content
     return row
 
 
-def _fits(annotation: str, content: Any) -> bool:
+def _has_type(annotation: str, content: Any) -> bool:
     """Return whether a value of a JSON file has the annotated type."""
     if annotation.endswith(" | None"):
-        return content is None or _fits(annotation.removesuffix(" | None"), content)
+        return content is None or _has_type(annotation.removesuffix(" | None"), content)
     if annotation == "str":
         return isinstance(content, str)
     if annotation == "float":
@@ -205,9 +205,11 @@ def _fits(annotation: str, content: Any) -> bool:
             isinstance(each, list) and len(each) == 2 for each in content
         ):
             return False
-        return all(_fits(inner, each) for each in content)
+        return all(_has_type(inner, each) for each in content)
     if annotation == "dict[str, float]":
-        return isinstance(content, dict) and all(_fits("float", each) for each in content.values())
+        return isinstance(content, dict) and all(
+            _has_type("float", each) for each in content.values()
+        )
     return isinstance(content, Mapping)
 
 

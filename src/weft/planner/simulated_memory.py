@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weft.observe.shown_plan import CALL
+from weft.planner.placed_calls import DeviceRange, find_homes, locate_meshes
 from weft.planner.problem import PlacementEstimate, PlacementProblem
-from weft.planner.simulation import DeviceRange, Simulation, find_homes, locate_meshes
+from weft.planner.simulation import RunSimulation
 from weft.topology import Mesh
 
 
@@ -58,7 +59,7 @@ def estimate_memory(
 
 
 def build_memory_course(
-    simulation: Simulation, group: int, memory: DeviceMemory
+    simulation: RunSimulation, group: int, memory: DeviceMemory
 ) -> list[tuple[float, float]]:
     """Return the memory of a device of a range over time, as pairs (seconds, bytes).
 

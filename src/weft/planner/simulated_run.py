@@ -9,7 +9,7 @@ from weft.experiment import Experiment
 from weft.observe.shown_plan import ShownCall, ShownGroup, ShownPlan, ShownSpan
 from weft.planner.cost import CallWorkload
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
-from weft.planner.simulation import Simulation, simulate
+from weft.planner.simulation import RunSimulation, simulate
 from weft.planner.step_forecast import StepForecast
 from weft.topology import LETTERS, Layout
 
@@ -90,7 +90,7 @@ def build_shown_plan(
     )
 
 
-def _build_groups(forecast: StepForecast, simulation: Simulation) -> list[ShownGroup]:
+def _build_groups(forecast: StepForecast, simulation: RunSimulation) -> list[ShownGroup]:
     memory = estimate_memory(forecast.problem, forecast.estimate, simulation.groups)
     groups = []
     for number, devices in enumerate(simulation.groups):
