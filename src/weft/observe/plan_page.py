@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from weft.observe.charts import choose_ticks, format_hue
-from weft.observe.memory import GIB, format_size
+from weft.observe.memory import GIB, MIB, format_size
 from weft.observe.metrics import format_duration, format_number
 from weft.observe.page import (
     GREY,
@@ -342,21 +342,36 @@ def render_memory(plan: ShownPlan) -> str:
     if not used:
         return ""
     charts = "".join(_render_memory_chart(plan, group) for group in used)
-    sizes = dict.fromkeys(group.capacity for group in used if group.capacity is not None)
+    sizes: dict[float, None] = {}
+    dashed = ""
+    for group in used:
+        if group.capacity is not None:
+            sizes[group.capacity] = None
+            if group.capacity <= _find_chart_top(group):
+                dashed = " (the dashed line)"
     room = ""
     if sizes:
         listed = " or ".join(format_size(size, 1) for size in sizes)
-        room = f", of which a run can use {listed} (the dashed line)"
+        room = f", of which a run can use {listed}{dashed}"
     return (
-        f'<p class="note">Memory in use on each device of a group over the simulated '
+        f'<p class="note">Memory of models and calls on each device over the simulated '
         f'steps{escape(room)}.</p><div class="charts courses">{charts}</div>'
     )
+
+
+def _find_chart_top(group: ShownGroup) -> float:
+    """Return the bytes at the top of the chart of a group's memory.
+
+    The capacity is shown unless it is several times the peak.
+    """
+    return 1.08 * max(group.peak_bytes, min(group.capacity or 0.0, 3 * group.peak_bytes))
 
 
 def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     length = plan.seconds
     capacity = group.capacity or 0.0
-    top = 1.08 * max(group.peak_bytes, min(capacity, 3 * group.peak_bytes))
+    top = _find_chart_top(group)
+    unit, name_of_unit = (GIB, "GiB") if top > GIB / 2 else (MIB, "MiB")
     points = []
     before = 0.0
     for at, used in group.memory:
@@ -373,9 +388,9 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
         at = 100 * (1 - capacity / top)
         limit = f'<path class="limit" d="M0 {at:.2f}H1000"/>'
     ticks = "".join(
-        f'<span class="tick y" style="top:{100 * (1 - at * GIB / top):.2f}%">'
+        f'<span class="tick y" style="top:{100 * (1 - at * unit / top):.2f}%">'
         f"{escape(format_number(at))}</span>"
-        for at in choose_ticks(0.0, top / GIB, 4)
+        for at in choose_ticks(0.0, top / unit, 4)
     )
     times = "".join(
         f'<span class="tick x{" first" if not at else ""}" style="left:{100 * at / length:.2f}%">'
@@ -392,7 +407,7 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     summary = escape(f"Memory of {name}: {peak}")
     return (
         f'<figure class="chart"><figcaption><div><span class="chart-title">{escape(name)}</span> '
-        f'<span class="chart-node">{many}, GiB</span></div>'
+        f'<span class="chart-node">{many}, {name_of_unit}</span></div>'
         f'<span class="readout {style}">{escape(peak)}</span></figcaption>'
         f'<div class="plot still"><svg viewBox="0 0 1000 100" preserveAspectRatio="none" '
         f'role="img" aria-label="{summary}"><polygon class="used" '
