@@ -31,6 +31,7 @@ FILES = (
     "timeline.json",
     "log.txt",
     "hardware.txt",
+    "forecast.json",
     "graph.svg",
     "run.lock",
 )
@@ -91,6 +92,13 @@ CONTENTS = {
         "types": '[\n{"name": "a", "ph": "X", "pid": [], "tid": {}, "ts": 1},\n{"name": "process_name", "ph": "M", "pid": 1, "tid": 1, "ts": 0}\n]',  # noqa: E501
         "big": '[\n{"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 1e308, "dur": 1e308, "args": {"step": 1e300}},\n'
         '{"name": "b", "ph": "X", "pid": 1, "tid": 1, "ts": NaN, "dur": -5, "args": 3}\n]',
+    },
+    "forecast.json": {
+        "deep": DEEP,
+        "types": '{"title": 1, "calls": {}, "groups": 3}',
+        "bytes": b"\xff",
+        "long": f'{{"step_seconds": {LONG}}}',
+        "list": "[1]",
     },
     "log.txt": {"bytes": b"\xff\xfe\x00 error: x\n"},
 }

@@ -2,9 +2,10 @@
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
 the estimated times. `run` says how long a run takes, whether it fits, and which options would make it
-fit or run faster. `cost` compares GPUs by time and price. `realloc` shows the transfers that
-move parameters between two layouts. `memory` shows which GPUs have enough memory to train a model.
-`profile` measures a model's parts on this machine, so that estimated times are right.
+fit or run faster. `show` writes a page with simulated steps. `cost` compares GPUs by time and price.
+`realloc` shows the transfers that move parameters between two layouts. `memory` shows which GPUs have
+enough memory to train a model. `profile` measures a model's parts on this machine, so that estimated
+times are right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import overrides, plan_profile, plan_run, plan_search
+from weft.cli import overrides, plan_profile, plan_run, plan_search, plan_show
 from weft.cli.parsing import CommandParser
 from weft.cli.plan_run import WORDS, build_planned_config
 from weft.engine.spec import ModelSpec
@@ -110,6 +111,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "cost":
         print_cost(arguments)
         return 0
+    if arguments.command == "show":
+        plan_show.run(arguments, _name_run(arguments.words))
+        return 0
     if arguments.command == "profile":
         plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))
         return 0
@@ -124,10 +128,11 @@ def main(argv: Sequence[str]) -> int:
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
     commands = parser.add_subparsers(
-        dest="command", metavar="{search,run,cost,realloc,memory,profile}"
+        dest="command", metavar="{search,run,show,cost,realloc,memory,profile}"
     )
     plan_search.add_parser(commands)
     plan_run.add_parser(commands)
+    plan_show.add_parser(commands, WORDS)
     _add_cost_parser(commands)
     summary = "the transfers that move a role's parameters from one layout to another"
     realloc_parser = commands.add_parser(

@@ -217,7 +217,7 @@ def predict_facts(
         for name, mesh in experiment.copies:
             if name == role:
                 copies[mesh] = describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
-        shared = _find_shared_base(experiment, role)
+        shared = find_shared_base(experiment, role)
         own = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
         if shared is not None:
             own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
@@ -225,7 +225,7 @@ def predict_facts(
     return facts_by_role
 
 
-def _find_shared_base(experiment: Experiment, role: str) -> str | None:
+def find_shared_base(experiment: Experiment, role: str) -> str | None:
     """Return the role whose weights `role` uses with adapters off, or None if it has its own."""
     meshes = experiment.role_meshes
     for other, spec in experiment.roles.items():
@@ -346,7 +346,7 @@ def forecast(
                 narrow = replace(chosen, dtype="bfloat16")
                 on_gpu[name] = build_case(narrow, own, joined, GPU, leaves)
         # The parameters of a role that shares another one's base are counted there.
-        if _find_shared_base(experiment, role) is not None:
+        if find_shared_base(experiment, role) is not None:
             roles[role] = replace(
                 roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0
             )

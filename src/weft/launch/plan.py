@@ -25,7 +25,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.launch.facts import TargetDevices, forecast, predict_facts
+from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
@@ -150,7 +150,12 @@ def forecast_run_step(
         rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
-    written = read(DatasetSpec(), options.get("dataset") or {})
+    # Limits that weft has chosen, such as the model's context, are not what rows are like.
+    given = {}
+    for name, value in (options.get("dataset") or {}).items():
+        if f"dataset.{name}" not in experiment.chosen:
+            given[name] = value
+    written = read(DatasetSpec(), given)
     # A profile of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
@@ -162,7 +167,14 @@ def forecast_run_step(
     if data is not None:
         size = experiment.graph.get_node(experiment.steps_follow).batch_size
         rows = sample_lengths(data, size or 1)
-    forecast = forecast_step(experiment, networks, rates, search, written, rows, cluster)
+    shared_roles = {}
+    for role in networks:
+        base = find_shared_base(experiment, role)
+        if base is not None and base in networks:
+            shared_roles[role] = base
+    forecast = forecast_step(
+        experiment, networks, rates, search, written, rows, cluster, shared_roles
+    )
     return replace(forecast, notes=notes)
 
 

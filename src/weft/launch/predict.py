@@ -22,6 +22,7 @@ from weft.observe.predicted import PEAK, PEAK_MEMORY, STEP_SECONDS, WEIGHTS, Pre
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast
 from weft.planner.run_plan import group_roles_by_device
+from weft.planner.simulated_run import build_shown_plan
 from weft.planner.step_forecast import StepForecast
 
 
@@ -51,7 +52,10 @@ def predict_step(
         if call.moved_bytes:
             metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
     basis = "; ".join([forecast.basis, *forecast.notes])
-    return PredictedStep(metrics, basis, forecast.left_out)
+    title = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
+    steps = 1 if not forecast.problem.max_staleness else forecast.problem.max_staleness + 3
+    plan = build_shown_plan(experiment, forecast, title, steps=steps)
+    return PredictedStep(metrics, basis, forecast.left_out, plan=plan)
 
 
 def _find_target(

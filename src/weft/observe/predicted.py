@@ -15,6 +15,7 @@ from typing import Any
 from weft.observe.memory import GIB, format_size
 from weft.observe.metrics import PREDICTED, TIME, format_duration, format_number, is_finite
 from weft.observe.run_files import RunFiles
+from weft.observe.shown_plan import ShownPlan
 
 STEP_SECONDS = "step_seconds"
 PEAK_MEMORY = "peak_memory_gb"
@@ -32,12 +33,14 @@ class PredictedStep:
         basis: What the predicted seconds are based on; "" if there are none.
         left_out: Roles whose calls are not part of the predicted seconds.
         reason: Why the duration of a step is not predicted; "" if it is.
+        plan: Simulated steps, or None if their duration is not predicted.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     basis: str = ""
     left_out: Sequence[str] = ()
     reason: str = ""
+    plan: ShownPlan | None = None
 
     @property
     def scope(self) -> str:

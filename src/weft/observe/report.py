@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.observe import charts, completions, configuration, pace, predicted, timing
+from weft.observe import charts, completions, configuration, pace, plan_measured, predicted, timing
 from weft.observe.charts import Chart
 from weft.observe.diagnosis import RunDiagnosis
 from weft.observe.eval_files import ResultReader, count_result_bytes
@@ -220,6 +220,7 @@ def build_page(
             PageSection("filmstrip", "Fixed prompts", render_filmstrip(run.answers)),
             PageSection("completions", completions.choose_heading(run), completions_html),
             PageSection("time", "Time", _render_time(run, spans)),
+            PageSection("plan", "Plan", plan_measured.render_run_plan(run, run.plan)),
             PageSection("machine", "Machine", _render_machine(run)),
             PageSection("graph", "Graph", _embed_graph(run.graph) if run.graph else ""),
             PageSection("configuration", "Configuration", configuration.render_configuration(run)),
@@ -292,7 +293,7 @@ def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
     parts.append(f'<div class="card wide"><h3>What ran when</h3>{gantt}</div>' if gantt else "")
     pair = f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
     compared = predicted.render_comparison(run)
-    if compared:
+    if compared and run.plan is None:  # otherwise the plan shows it
         pair += f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>'
     return pair
 

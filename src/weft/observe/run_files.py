@@ -24,6 +24,7 @@ from weft.observe.jsonl import clean_value, read_config, read_json, read_rows
 from weft.observe.metrics import LARGEST, LAST_TIME, is_finite, is_step
 from weft.observe.sample_rows import FILE as FILMSTRIP
 from weft.observe.sample_rows import SAMPLES, read_samples
+from weft.observe.shown_plan import ShownPlan, read_plan
 from weft.observe.timeline import TimelineSpan, read_spans
 from weft.redaction import mask_values, redact
 
@@ -69,6 +70,7 @@ class RunFiles:
     record: Mapping[str, Any] = field(default_factory=dict)
     answers: Sequence[Mapping[str, Any]] = ()  # answers to the fixed prompts at several steps
     best: BestRecord | None = None  # best checkpoint, if the run has one
+    plan: ShownPlan | None = None  # simulated steps; a run whose speed is not known has none
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -108,6 +110,7 @@ class RunFiles:
             record=mask_values(read_json(directory / RECORD)),
             answers=list(read_rows(directory / FILMSTRIP)),
             best=BestRecord.read(directory),
+            plan=read_plan(directory),
         )
 
     @property

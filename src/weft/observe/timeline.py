@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ TAIL = b"\n]\n"
 ROLES = "roles"
 HOST = "host"
 RUN = "run"
+MEMORY = "memory"
 GROUP_NAMES = {ROLES: "roles", HOST: "host functions", RUN: "run"}
 STARTED = "started"  # instant event at the start of each process of a run
 MICROSECONDS = 1e6
@@ -171,6 +172,74 @@ class Timeline:
             body = b",\n".join(json.dumps(event).encode() for event in events)
             write(self._path, HEAD + body + TAIL)
             self._size = len(HEAD) + len(body)
+
+
+@dataclass(frozen=True)
+class CounterValue:
+    """Value of a quantity from a time on, such as the memory in use on a device.
+
+    Attributes:
+        name: Name of the quantity.
+        time: Time in seconds since the run was first started.
+        value: The value.
+    """
+
+    name: str
+    time: float
+    value: float
+
+
+def format_timeline(
+    spans: Sequence[TimelineSpan],
+    notes: Sequence[str] = (),
+    counters: Sequence[CounterValue] = (),
+) -> str:
+    """Return the content of a timeline file with these spans and counters.
+
+    `notes` has a text for each span that is shown with it, or is empty. The time origin is 0.
+    """
+    events: list[dict[str, Any]] = [
+        {"name": STARTED, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 0, "args": {"epoch_s": 0}}
+    ]
+    processes: dict[str, int] = {}
+    threads: dict[tuple[str, str], int] = {}
+
+    def name_track(kind: str, process: int, thread: int, args: Mapping[str, Any]) -> None:
+        ids = {"pid": process, "tid": thread, "ts": 0}
+        events.append({"name": kind, "ph": "M", **ids, "args": dict(args)})
+
+    for number, span in enumerate(spans):
+        if span.group not in processes:
+            processes[span.group] = process = len(processes) + 1
+            title = GROUP_NAMES.get(span.group, span.group)
+            name_track("process_name", process, 0, {"name": title, "group": span.group})
+        process = processes[span.group]
+        track = (span.group, span.lane)
+        if track not in threads:
+            threads[track] = 1 + sum(1 for group, _ in threads if group == span.group)
+            name_track("thread_name", process, threads[track], {"name": span.lane})
+        args: dict[str, Any] = {} if span.step is None else {"step": span.step}
+        if notes and notes[number]:
+            args["waits"] = notes[number]
+        events.append(
+            {
+                "name": span.name,
+                "cat": f"{span.group}/{span.lane}",
+                "ph": "X",
+                "dur": round(span.seconds * MICROSECONDS),
+                "pid": process,
+                "tid": threads[track],
+                "ts": round(span.start * MICROSECONDS),
+                "args": args,
+            }
+        )
+    if counters:
+        name_track("process_name", 0, 0, {"name": MEMORY, "group": MEMORY})
+    for each in counters:
+        ids = {"pid": 0, "tid": 0, "ts": round(each.time * MICROSECONDS)}
+        events.append({"name": each.name, "ph": "C", **ids, "args": {"GiB": each.value}})
+    lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
+    return f"{HEAD.decode()}{lines}{TAIL.decode()}"
 
 
 def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def render_shares(run: RunFiles) -> str:
     rows = compute_shares(run)
     hues = find_node_hues(run.spans)
     call_hues = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
-    tones = _assign_tones([(name, call_hues[name]) for name, _, _ in rows])
+    tones = assign_tones([(name, call_hues[name]) for name, _, _ in rows])
     bar = "".join(
         f'<i style="flex:{share:.5f};{format_hue(call_hues[name])};--tone:{tones[name]}%" '
         f'title="{escape(name)} {share:.1%}"></i>'
@@ -138,7 +138,7 @@ class SpansByStep:
             dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
         )
         lanes.sort(key=lambda lane: GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS))
-        tones = _assign_tones([(name, self.hues.get(name, GREY)) for name in names])
+        tones = assign_tones([(name, self.hues.get(name, GREY)) for name in names])
         name_at, lane_at = (
             {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
         )
@@ -256,7 +256,7 @@ def _render_track(
     hues: Mapping[str, ColourPair],
 ) -> str:
     names = list(dict.fromkeys(span.name for span in spans))
-    tones = _assign_tones([(name, hues.get(name, GREY)) for name in names])
+    tones = assign_tones([(name, hues.get(name, GREY)) for name in names])
     bars = []
     for span in spans:
         left = 100 * (span.start - begin) / length
@@ -273,7 +273,7 @@ def _render_track(
     return f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'
 
 
-def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
+def assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
     """Return the percentage at which each name's colour is mixed with the background.
 
     Calls of the same role have the same colour; different percentages distinguish them.

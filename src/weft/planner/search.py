@@ -82,7 +82,11 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     scorer = problem.scorer
     best = problem.estimate(scorer.find_choice(search.get_best()))
     other = search.best_two[1] if len(search.best_two) > 1 else None
-    if low is not None and not best.excess_bytes and np.float32(low) >= np.float32(best.step_seconds):
+    if (
+        low is not None
+        and not best.excess_bytes
+        and np.float32(low) >= np.float32(best.step_seconds)
+    ):
         low = None  # what is left to try has equal steps
     return SearchResult(
         best,

@@ -8,7 +8,7 @@ describes the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -20,8 +20,9 @@ from weft.planner.cluster import Cluster
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
-from weft.planner.problem import PlacementUnit
+from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
 from weft.planner.row_lengths import RowLengths
+from weft.planner.simulation import simulate
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ class StepForecast:
     """Forecast of one step.
 
     Attributes:
-        step_seconds: Duration of the step. Calls on separate devices can overlap.
+        step_seconds: Duration of the step, as replayed: calls on separate devices can overlap, and
+            sampling that runs ahead overlaps training.
         num_tokens: Number of tokens of the step's batch, with those that are sampled.
         calls: Forecast of each call of a model with a known network.
         left_out: Roles whose calls are not included, because their network is not known.
         basis: What the forecast is based on, for example "estimated speeds of a CPU".
         notes: Messages to the user, for example on a profile that could not be used.
+        problem: Problem of placing the calls, with the workloads that the forecast is made from.
+        estimate: Estimate of the placement that the run has.
     """
 
     step_seconds: float
@@ -63,11 +67,16 @@ class StepForecast:
     calls: Mapping[str, CallForecast]
     left_out: tuple[str, ...]
     basis: str
+    problem: PlacementProblem
+    estimate: PlacementEstimate
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
-        return asdict(self)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["problem"], values["estimate"]
+        values["calls"] = {name: asdict(call) for name, call in self.calls.items()}
+        return values
 
     def format_lines(self, steps: int | None = None) -> list[str]:
         """Return lines with the duration of a step, and what each call contributes to it.
@@ -102,13 +111,15 @@ def forecast_step(
     written: DatasetSpec,
     rows: RowLengths | None = None,
     cluster: Cluster | None = None,
+    shared_roles: Mapping[str, str] | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
 
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
     and `written` give the lengths of prompts and answers: the assumptions that the user set, and
     the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
-    were read. `cluster` has the kinds of devices if there are several.
+    were read. `cluster` has the kinds of devices if there are several, and `shared_roles` are those of
+    `PlacementProblem`.
     """
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
@@ -122,8 +133,15 @@ def forecast_step(
         rates,
         num_devices=experiment.num_devices,
         cluster=cluster,
+        shared_roles=shared_roles,
     )
     estimate = problem.estimate([0] * len(units))
+    step_seconds = estimate.step_seconds
+    if problem.max_staleness:
+        # The replay knows what waits; the estimate is only a lower bound.
+        follow = experiment.steps_follow
+        replayed = simulate(experiment.graph, follow, problem, estimate, steps=1)
+        step_seconds = replayed.step_seconds
     forecasts = {}
     for name, seconds in estimate.seconds.items():
         forecasts[name] = CallForecast(
@@ -135,11 +153,13 @@ def forecast_step(
         )
     left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
     return StepForecast(
-        estimate.step_seconds,
+        step_seconds,
         max(load.num_tokens for load in loads.values()),
         forecasts,
         left_out,
         rates.basis,
+        problem,
+        estimate,
     )
 
 

@@ -20,6 +20,7 @@ from weft.observe.observer import METRICS, RunObserver
 from weft.observe.predicted import PredictedStep
 from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
+from weft.observe.shown_plan import write_plan
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
 from weft.planner.plan_file import PLAN
@@ -521,6 +522,7 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
     if parts.experiment.plan:
         write_text(directory.path / PLAN, parts.experiment.plan)
+    write_plan(directory.path, parts.predicted.plan)
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:

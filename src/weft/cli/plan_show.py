@@ -1,0 +1,213 @@
+"""`weft plan show`: simulate steps of a run on its placement, and show them as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.experiments.common import RunConfig
+    from weft.observe.shown_plan import ShownPlan
+
+SUMMARY = "simulated steps of a run: which call runs when and where, memory, and what bounds calls"
+DEFAULT_STEPS = 3
+MOST_STEPS = 1000
+DEFAULT_PAGE = Path("plan.html")
+PAGE_BEGINNING = "<!doctype html>"
+PAGE_MARK = "· weft</title>"
+EPILOG = """Only options and config.json are read; the devices need not exist. Layouts are those of the
+options: set by hand, or by allocation_mode=search or heuristic. search.* sets the assumptions.
+
+examples:
+  weft plan show sft model.path=MODEL dataset.train_path=sft.jsonl search.gpu=H100
+  weft plan show ppo actor.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8 search.gpu=H100
+  weft plan show ppo ... n_nodes=2048 n_gpus_per_node=8 allocation_mode=d2048t8 search.gpu=H100 --timeline timeline.json"""
+
+
+def add_parser(commands: Any, words: Mapping[str, Any]) -> None:
+    """Add the parser of the command to those of `weft plan`.
+
+    `words` describes the arguments that name the run.
+    """
+    parser = commands.add_parser(
+        "show", help=SUMMARY, description=f"Write a page with {SUMMARY}.", epilog=EPILOG
+    )
+    parser.add_argument("words", **words)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"page to write (default: {DEFAULT_PAGE}, but no page with --json)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_STEPS,
+        metavar="N",
+        help="steps to simulate (%(default)s)",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the steps as Chrome trace events, as a run's timeline.json, for Perfetto",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Simulate the run that `words` describe, and write its page.
+
+    `words` are the arguments of `weft quickstart`, with names for the run. Raises `UserError` for
+    unusable arguments, and if a model's config.json is missing or the speed of the devices is not
+    known. Then nothing is written.
+    """
+    from weft.cli.quickstart import build_config
+    from weft.writing import write
+
+    # Check the arguments first.
+    if not 1 <= arguments.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps={arguments.steps}: simulate 1 to {MOST_STEPS:,} steps")
+    page_path = arguments.output
+    if page_path is None and not arguments.json:
+        page_path = DEFAULT_PAGE
+    if page_path is not None:
+        check_replaceable(page_path, "--output", is_page)
+    if arguments.timeline is not None:
+        check_replaceable(arguments.timeline, "--timeline", is_timeline)
+    # Simulate.
+    config, notes = build_config(list(words))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    plan = simulate_config(config, arguments.words[0], arguments.steps)
+    # Write the files.
+    if arguments.timeline is not None:
+        write(arguments.timeline, format_plan_timeline(plan))
+    if page_path is not None:
+        from weft.observe.plan_page import build_plan_page
+
+        write(page_path, build_plan_page(plan).render(), errors="replace")
+    if arguments.json:
+        print(json.dumps(plan.to_plain(), indent=2))
+        return
+    print("\n".join(format_summary(plan)))
+    if arguments.timeline is not None:
+        print(f"timeline: {arguments.timeline} (open it at ui.perfetto.dev)")
+    print(page_path)
+
+
+def simulate_config(config: RunConfig, title: str, steps: int) -> ShownPlan:
+    """Return the plan of a run, with `steps` simulated steps.
+
+    Raises `ConfigError` if a model's config.json is missing or the speed of the devices is not
+    known.
+    """
+    from weft.launch.facts import TargetDevices
+    from weft.launch.plan import forecast_run_step
+    from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
+    from weft.planner.profile import NOTE
+    from weft.planner.simulated_run import build_shown_plan
+
+    planned = cast("RunConfig", mark_as_planned(config))
+    experiment, mode = set_up_experiment(planned, None)
+    experiment = build_with_files(planned, experiment, data=False)
+    experiment.check()
+    refused = []
+    for note in experiment.plan_notes:
+        if note.startswith(NOTE) or "config.json" in note:
+            refused.append(note)
+    if refused:
+        raise ConfigError("\n".join(refused))
+    target = TargetDevices.from_experiment(experiment, mode)
+    forecast = forecast_run_step(experiment, target)
+    if forecast is None:
+        raise ConfigError(
+            "plan show: the speed of these devices is not known; name a GPU, such as "
+            "search.gpu=H100, or set device=cpu"
+        )
+    return build_shown_plan(experiment, forecast, title, steps=steps)
+
+
+def format_summary(plan: ShownPlan) -> list[str]:
+    """Return lines with the duration of a step and the memory."""
+    from weft.observe.memory import format_size
+    from weft.observe.plan_page import describe_devices, format_seconds
+
+    fullest = plan.fullest
+    rate = plan.num_tokens / plan.step_seconds
+    line = (
+        f"{format_seconds(plan.step_seconds)} per step ({rate:,.0f} tokens/s) on "
+        f"{describe_devices(plan)}; {format_size(fullest.peak_bytes, 1)} at most on a device"
+    )
+    if fullest.capacity is not None:
+        line += f" of {format_size(fullest.capacity, 1)}"
+    if not fullest.fits:
+        line += ", which does NOT fit"
+    if plan.left_out:
+        line += f"; without {', '.join(plan.left_out)}"
+    return [f"{line}; from {plan.basis}", *plan.notes]
+
+
+# -- files
+
+
+def is_page(beginning: str) -> bool:
+    """Return whether a file that begins like this is a page of weft's."""
+    return beginning.startswith(PAGE_BEGINNING) and PAGE_MARK in beginning
+
+
+def is_timeline(beginning: str) -> bool:
+    """Return whether a file that begins like this is a timeline of weft's."""
+    from weft.observe.timeline import STARTED
+
+    return beginning.lstrip().startswith("[") and f'"{STARTED}"' in beginning
+
+
+def check_replaceable(path: Path, option: str, is_own: Any) -> None:
+    """Raise `UserError` if `path` cannot be written, or is a file that weft did not write.
+
+    `is_own` tells a file of weft's by its first characters.
+    """
+    from weft.writing import resolve_destination
+
+    real = resolve_destination(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; create it")
+    if not real.exists():
+        return
+    with real.open("rb") as file:
+        beginning = file.read(4096).decode("utf-8", errors="replace")
+    if beginning and not is_own(beginning):
+        raise ConfigError(
+            f"{option} {path}: exists and was not written by weft plan show; nothing is "
+            "overwritten: name another file"
+        )
+
+
+def format_plan_timeline(plan: ShownPlan) -> str:
+    """Return the content of a timeline file with the steps of `plan`, and its memory."""
+    from weft.observe.memory import GIB
+    from weft.observe.shown_plan import HOST_FUNCTION, WEIGHTS
+    from weft.observe.timeline import HOST, ROLES, CounterValue, TimelineSpan, format_timeline
+
+    roles = {call.name: call.role for call in plan.calls}
+    groups = {HOST_FUNCTION: HOST, WEIGHTS: WEIGHTS}
+    spans = []
+    for span in plan.spans:
+        name = f"weights for {span.name}" if span.kind == WEIGHTS else span.name
+        lane = roles.get(span.name, span.name)
+        group = groups.get(span.kind, ROLES)
+        spans.append(TimelineSpan(name, group, lane, span.start, span.seconds, span.step))
+    counters = []
+    for devices in plan.groups:
+        for time, used in devices.memory:
+            counters.append(CounterValue(f"memory of {devices.name}", time, used / GIB))
+    counters.sort(key=lambda counter: counter.time)
+    return format_timeline(spans, [span.note for span in plan.spans], counters)

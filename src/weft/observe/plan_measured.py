@@ -1,0 +1,147 @@
+"""Plan in a run's report: measured times of a typical step under the simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median_low
+
+from weft.observe.charts import format_hue
+from weft.observe.page import GREY, render_folded
+from weft.observe.plan_page import (
+    find_call_styles,
+    format_seconds,
+    render_assumptions,
+    render_bounds,
+    render_memory,
+    render_placement,
+    render_time_axis,
+)
+from weft.observe.predicted import STEP_SECONDS, render_comparison, select_compared
+from weft.observe.run_files import RunFiles
+from weft.observe.shown_plan import ShownPlan, list_nodes
+from weft.observe.timeline import HOST, ROLES
+
+Bar = tuple[float, float]  # start and duration in seconds, from the start of the step
+
+
+@dataclass(frozen=True)
+class TypicalStep:
+    """Step of a run whose duration is the median, and when its nodes ran.
+
+    `bars` maps the names of nodes to their activities in the step.
+    """
+
+    step: int
+    seconds: float
+    bars: Mapping[str, Sequence[Bar]]
+
+
+def find_typical_step(run: RunFiles) -> TypicalStep | None:
+    """Return the step whose duration is the median of all steps but the first.
+
+    Steps in which a node is missing do not count: the last steps of a run sample nothing if sampling
+    runs ahead. Returns None if the run has no step with both a duration and a timeline.
+    """
+    starts: dict[int, list[tuple[str, float, float]]] = {}
+    for span in run.spans:
+        if span.step is not None and span.group in (ROLES, HOST):
+            starts.setdefault(span.step, []).append((span.name, span.start, span.seconds))
+    lines = [line for line in select_compared(run.lines) if line["step"] in starts]
+    if not lines:
+        return None
+    nodes = {line["step"]: len({name for name, *_ in starts[line["step"]]}) for line in lines}
+    most = max(nodes.values())
+    lines = [line for line in lines if nodes[line["step"]] == most]
+    middle = median_low([float(line[STEP_SECONDS]) for line in lines])
+    line = next(line for line in lines if float(line[STEP_SECONDS]) == middle)
+    step = int(line["step"])
+    begin = min(start for _, start, _ in starts[step])
+    bars: dict[str, list[Bar]] = {}
+    for name, start, seconds in starts[step]:
+        bars.setdefault(name, []).append((start - begin, seconds))
+    return TypicalStep(step, middle, bars)
+
+
+def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
+    """Render the plan of a run with the measured times; "" if the run has no plan."""
+    if plan is None:
+        return ""
+    typical = find_typical_step(run)
+    compared = render_comparison(run)
+    parts = []
+    if typical is not None:
+        parts.append(f'<div class="card">{_render_lanes(plan, typical)}</div>')
+    if compared:
+        parts.append(f'<div class="card">{compared}</div>')
+    for heading, content in (
+        ("Placement", render_placement(plan)),
+        ("Memory over time, as predicted", render_memory(plan)),
+        ("What takes the time, as predicted", render_bounds(plan)),
+        ("Assumptions", render_assumptions(plan)),
+    ):
+        if content:
+            parts.append(render_folded(f"<b>{heading}</b>", content, heading))
+    return "".join(parts)
+
+
+def _render_lanes(plan: ShownPlan, typical: TypicalStep) -> str:
+    """Render two tracks for each node: the predicted time above, the measured time below."""
+    predicted = _collect_predicted(plan)
+    # Nodes in the order in which they ran
+    begins = {name: bars[0][0] for name, bars in typical.bars.items()}
+    for name in list_nodes(plan.spans):
+        begins.setdefault(name, predicted.get(name, [(0.0, 0.0)])[0][0])
+    names = sorted(begins, key=lambda name: begins[name])
+    ends = [start + seconds for bars in predicted.values() for start, seconds in bars]
+    ends += [start + seconds for bars in typical.bars.values() for start, seconds in bars]
+    length = max([typical.seconds, plan.step_seconds, *ends])
+    styles = find_call_styles(plan)
+    rows = []
+    for name in names:
+        style = styles.get(name, format_hue(GREY))
+        tracks = ""
+        for kind, bars in (
+            ("predicted", predicted.get(name, ())),
+            ("measured", typical.bars.get(name, ())),
+        ):
+            tracks += _render_bars(name, kind, bars, length, style)
+        rows.append(
+            f'<div class="lane"><span class="lane-name">{escape(name)}</span>'
+            f'<div class="versus-tracks">{tracks}</div></div>'
+        )
+    return (
+        f'<p class="note">The upper bar of each call is predicted, the lower bar measured in step '
+        f"{typical.step}, the median of the steps after the first: predicted "
+        f"{escape(format_seconds(plan.step_seconds))} a step, measured "
+        f"{escape(format_seconds(typical.seconds))}.</p>"
+        f'<div class="gantt pairs">{"".join(rows)}{render_time_axis(length)}</div>'
+    )
+
+
+def _collect_predicted(plan: ShownPlan) -> dict[str, list[Bar]]:
+    """Return the activities of each node in the last simulated step, from the start of the step."""
+    last = len(plan.step_ends)
+    spans = [span for span in plan.spans if span.step == last]
+    begin = min((span.start for span in spans), default=0.0)
+    bars: dict[str, list[Bar]] = {}
+    for span in spans:
+        bars.setdefault(span.name, []).append((span.start - begin, span.seconds))
+    return bars
+
+
+def _render_bars(name: str, kind: str, bars: Sequence[Bar], length: float, style: str) -> str:
+    pieces = []
+    for start, seconds in bars:
+        left, width = 100 * start / length, 100 * seconds / length
+        text = f"{name}, {kind}: {format_seconds(seconds)}, begins at {format_seconds(start)}"
+        pieces.append(
+            f'<i style="left:{left:.3f}%;width:{width:.3f}%;{style}" title="{escape(text)}"></i>'
+        )
+    total = sum(seconds for _, seconds in bars)
+    label = f"{kind} {format_seconds(total)}" if bars else f"not {kind}"
+    return (
+        f'<div class="track {kind}" role="img" aria-label="{escape(f"{name}: {label}")}">'
+        f"{''.join(pieces)}</div>"
+    )
