@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoints.names import ModelQuery, find_model
 from weft.cli import overrides, plan_profile, plan_run, plan_search, plan_show
 from weft.cli.parsing import CommandParser
-from weft.cli.plan_run import WORDS, build_planned_config
+from weft.cli.plan_run import WORDS, build_planned_config, name_run
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.options import read, to_mapping, validate
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         print_cost(arguments)
         return 0
     if arguments.command == "show":
-        plan_show.run(arguments, _name_run(arguments.words))
+        plan_show.run(arguments, name_run(arguments.words))
         return 0
     if arguments.command == "profile":
         plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))

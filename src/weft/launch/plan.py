@@ -202,14 +202,17 @@ def compare_with_plan(
     before, now = plan.estimates.get("device"), name_device_type(target)
     if before is not None and before != now:
         lines.append(f"{source}: was made for {before}, and this run is on {now}")
-    values = [("step", plan.estimates.get("step_seconds"), step.step_seconds)]
+    values: list[tuple[str, Any, float]] = [
+        ("step", plan.estimates.get("step_seconds"), step.step_seconds)
+    ]
     for name, call in step.calls.items():
         estimated = plan.calls[name].estimated if name in plan.calls else {}
         values.append((name, estimated.get("seconds"), call.seconds))
     changed = []
     for name, then, seconds in values:
-        is_known = isinstance(then, int | float) and then > 0
-        if is_known and abs(seconds - then) > SHOWN_DIFFERENCE * then:
+        if not isinstance(then, int | float) or then <= 0:
+            continue
+        if abs(seconds - then) > SHOWN_DIFFERENCE * then:
             changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
     if changed:
         lines.append(
