@@ -128,7 +128,7 @@ def test_measured_copies_to_the_host_replace_the_data_sheet(cache: Path) -> None
     )
     copies["back"][1][1] = 0.0
     path = write(cache, host_copies=copies)
-    with pytest.raises(ConfigError, match="damaged .*a copy of 0 s"):
+    with pytest.raises(ConfigError, match=r"damaged .*a copy of 0 s"):
         read_file(path, None)
     write(cache)
     found = find_profile(WANTED, MACHINE)
