@@ -57,7 +57,7 @@ def plan_decoding(
     shared = prompt / samples
     if together * (shared + longest + 2 * PAGE) <= room:
         return DecodingPlan(tuple(_list_steps(sequences, together, prompt, mean, longest)))
-    return _replay(sequences, together, prompt, shared, max(1, mean), longest, room)
+    return _simulate_decoding(sequences, together, prompt, shared, max(1, mean), longest, room)
 
 
 def _list_steps(
@@ -84,7 +84,7 @@ def _list_steps(
 
 
 @dataclass(eq=False)
-class _Answer:
+class _ReplayedAnswer:
     """Answer in a replay: its length, and the tokens decoded so far."""
 
     length: float
@@ -92,7 +92,7 @@ class _Answer:
     started: bool = False
 
 
-def _replay(
+def _simulate_decoding(
     sequences: int,
     together: int,
     prompt: int,
@@ -114,13 +114,13 @@ def _replay(
     power = (longest - mean) / mean if longest > mean else 0.0
     lengths = [longest * ((number + 0.5) / count) ** power for number in range(count)]
     random.Random(SEED).shuffle(lengths)
-    waiting = deque(_Answer(length) for length in lengths)
-    running: list[_Answer] = []
+    waiting = deque(_ReplayedAnswer(length) for length in lengths)
+    running: list[_ReplayedAnswer] = []
     stride = max(1.0, longest / STRIDES)
     steps: list[DecodeSteps] = []
     again = preemptions = 0.0
 
-    def count_pages(answer: _Answer, more: float) -> float:
+    def count_pages(answer: _ReplayedAnswer, more: float) -> float:
         # The first and the last page are partly empty, as `PageManager` counts.
         return (shared + answer.done + more) / PAGE + 1.5
 
