@@ -19,11 +19,11 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError
 from weft.planner import search
-from weft.planner.candidates import compute_max_context, list_meshes
+from weft.planner.candidates import PlacementUnit, compute_max_context, list_meshes
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, find_gpu_rates
-from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementProblem
 from weft.planner.search import SearchResult, list_uniform_placements, search_placement
 from weft.topology import Layout, Mesh
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.planner.decoders import decoder, with_settings
-from weft.planner.candidates import list_meshes
+from weft.planner.candidates import PlacementUnit, list_meshes
 from weft.planner.cluster import build_cluster
 from weft.planner.cost import (
     CallWorkload,
@@ -20,7 +20,7 @@ from weft.planner.cost import (
 )
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementProblem
 from weft.topology import Layout, Mesh
 
 RATES = DeviceRates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)

@@ -8,10 +8,17 @@ import pytest
 
 from tests.planner.decoders import SMALL, with_settings
 from weft.errors import ConfigError
-from weft.planner.cluster import Cluster, build_cluster, find_cluster, find_least_memory, parse_gpus
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import (
+    DeviceCluster,
+    build_cluster,
+    find_cluster,
+    find_least_memory,
+    parse_gpus,
+)
 from weft.planner.cost import CallWorkload
 from weft.planner.devices import find_gpu_rates, get_usable_memory
-from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementProblem
 from weft.planner.search import search_placement
 from weft.topology import Layout, Mesh
 
@@ -52,7 +59,7 @@ def test_the_slowest_and_smallest_count() -> None:
     assert find_least_memory("H100:8,V100:8", 16, 8) == get_usable_memory("V100")
 
 
-def build_problem(cluster: Cluster, load: CallWorkload, *meshes: Mesh) -> PlacementProblem:
+def build_problem(cluster: DeviceCluster, load: CallWorkload, *meshes: Mesh) -> PlacementProblem:
     unit = PlacementUnit("actor", ("train",), meshes, trains=True)
     return PlacementProblem(
         [unit],

@@ -10,11 +10,11 @@ import pytest
 
 from tests.planner.decoders import decoder, with_settings
 from weft.planner import search
-from weft.planner.candidates import list_layouts, list_meshes, list_ranges
+from weft.planner.candidates import PlacementUnit, list_layouts, list_meshes, list_ranges
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementProblem
 from weft.planner.search import list_uniform_placements, search_placement
 from weft.topology import Layout, Mesh
 

@@ -22,7 +22,7 @@ from weft.experiments.plans import (
     place_by_plan,
 )
 from weft.planner import placement
-from weft.planner.cluster import Cluster, find_cluster, is_mixed
+from weft.planner.cluster import DeviceCluster, find_cluster, is_mixed
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.planner.profile import ProfileMachine, find_usable_profile
@@ -210,7 +210,9 @@ def _find_rates(
         raise UnknownRates(str(error)) from None
 
 
-def _find_mixed_cluster(config: RunConfig, networks: Mapping[str, DecoderSizes]) -> Cluster | None:
+def _find_mixed_cluster(
+    config: RunConfig, networks: Mapping[str, DecoderSizes]
+) -> DeviceCluster | None:
     """Return the cluster if `search.gpu` names several groups of devices, and otherwise None.
 
     Raises `ConfigError` if it names other devices than the run's.

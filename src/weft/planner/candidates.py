@@ -6,12 +6,27 @@ A range is within one machine or consists of whole machines. The functions are p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from weft.topology import Layout, Mesh
 
 # Fewest tokens of a sequence on each of the ranks that share it: with fewer, the exchange of keys
 # and values takes longer than what it saves.
 LEAST_CONTEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class PlacementUnit:
+    """Group of calls that are placed on the same mesh.
+
+    The group consists either of all calls that train a role, or of a single call that does not
+    train. `meshes` are the candidate meshes from which the search chooses one.
+    """
+
+    role: str
+    calls: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+    trains: bool = False
 
 
 def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:

@@ -27,7 +27,7 @@ RULE = "write GPU:NUMBER for each kind, in the order of the devices, such as H10
 
 
 @dataclass(frozen=True)
-class DeviceGroup:
+class ClusterGroup:
     """Devices of one kind with consecutive ranks: their rates, their first rank and their number."""
 
     rates: DeviceRates
@@ -36,15 +36,15 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DeviceCluster:
     """Devices of a run, which may be of several kinds; each machine has one kind."""
 
-    groups: tuple[DeviceGroup, ...]
+    groups: tuple[ClusterGroup, ...]
 
     @classmethod
-    def of_one_kind(cls, rates: DeviceRates, num_devices: int) -> Cluster:
+    def build_from_one_kind(cls, rates: DeviceRates, num_devices: int) -> DeviceCluster:
         """Return the cluster of `num_devices` equal devices."""
-        return cls((DeviceGroup(rates, 0, num_devices),))
+        return cls((ClusterGroup(rates, 0, num_devices),))
 
     def find_kinds(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the groups to which devices belong.
@@ -121,19 +121,19 @@ def parse_gpus(gpu: str, num_devices: int, per_node: int) -> list[tuple[str, int
     return groups
 
 
-def build_cluster(groups: Sequence[tuple[DeviceRates, int]]) -> Cluster:
+def build_cluster(groups: Sequence[tuple[DeviceRates, int]]) -> DeviceCluster:
     """Return the cluster of consecutive groups of devices, each with its rates and its number."""
     built = []
     first = 0
     for rates, count in groups:
-        built.append(DeviceGroup(rates, first, count))
+        built.append(ClusterGroup(rates, first, count))
         first += count
-    return Cluster(tuple(built))
+    return DeviceCluster(tuple(built))
 
 
 def find_cluster(
     gpu: str, dtype: str, memory_gb: float | None, num_devices: int, per_node: int
-) -> Cluster:
+) -> DeviceCluster:
     """Return the cluster that a value of `search.gpu` names, such as `H100:8,A100:8`.
 
     `dtype` and `memory_gb` are those of `find_gpu_rates`. Raises `ConfigError` for an unknown GPU,

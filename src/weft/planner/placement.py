@@ -19,8 +19,8 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef, Offload
 from weft.options import option
-from weft.planner.candidates import compute_max_context, list_meshes
-from weft.planner.cluster import Cluster
+from weft.planner.candidates import PlacementUnit, compute_max_context, list_meshes
+from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
@@ -31,7 +31,7 @@ from weft.planner.placement_report import (
     format_mesh,
     format_seconds,
 )
-from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.row_lengths import RowLengths
 from weft.planner.search import list_uniform_placements, search_placement
 from weft.topology import Layout
@@ -100,7 +100,7 @@ def build_problem(
     *,
     num_devices: int,
     shared_roles: Mapping[str, str] | None = None,
-    cluster: Cluster | None = None,
+    cluster: DeviceCluster | None = None,
 ) -> PlacementProblem:
     """Return the problem of placing the calls of `units` on `num_devices` devices.
 

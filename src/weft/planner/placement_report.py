@@ -91,12 +91,12 @@ class PlacementReport:
         if other is None or other.excess_bytes:
             return []
         slower = 100 * (other.step_seconds / best.step_seconds - 1)
+        than_best = "as fast" if slower < 0.005 else f"+{slower:.2g}%"
         changes = []
         for call, (mesh, old) in self._find_changes(other).items():
             changes.append(f"{call} {format_mesh(mesh)} in place of {format_mesh(old)}")
         return [
-            f"  next best: {format_seconds(other.step_seconds)} (+{slower:.2g}%): "
-            f"{', '.join(changes)}"
+            f"  next best: {format_seconds(other.step_seconds)} ({than_best}): {', '.join(changes)}"
         ]
 
     def _find_changes(self, other: PlacementEstimate) -> Mapping[str, tuple[Mesh, Mesh]]:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.planner.cluster import Cluster
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import (
     CallEstimate,
     CallWorkload,
@@ -25,20 +26,6 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.scoring import PlacementScorer
 from weft.topology import Mesh
-
-
-@dataclass(frozen=True)
-class PlacementUnit:
-    """Group of calls that are placed on the same mesh.
-
-    The group consists either of all calls that train a role, or of a single call that does not
-    train. `meshes` are the candidate meshes from which the search chooses one.
-    """
-
-    role: str
-    calls: tuple[str, ...]
-    meshes: tuple[Mesh, ...]
-    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class PlacementProblem:
     num_devices: int
     max_staleness: int = 0
     shared_roles: Mapping[str, str] = field(default_factory=dict)
-    cluster: Cluster | None = None
+    cluster: DeviceCluster | None = None
 
     def __post_init__(self) -> None:
         self.unit_of = {
@@ -114,7 +101,9 @@ class PlacementProblem:
         for number, unit in enumerate(self.units):
             if unit.trains or unit.role not in self.home:
                 self.home[unit.role] = number
-        self.devices = self.cluster or Cluster.of_one_kind(self.rates, self.num_devices)
+        self.devices = self.cluster or DeviceCluster.build_from_one_kind(
+            self.rates, self.num_devices
+        )
         self._rates: dict[tuple[int, ...], tuple[DeviceRates, ...]] = {}
 
     @cached_property

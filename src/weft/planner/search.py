@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from weft.planner.mesh_table import Floats, Integers
 from weft.planner.problem import PlacementEstimate, PlacementProblem
-from weft.planner.scoring import Scores
+from weft.planner.scoring import PlacementScores
 from weft.planner.symmetry import DeviceSymmetry, describe_pattern
 from weft.topology import Layout, Mesh
 
@@ -67,17 +67,17 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     the unit's mesh from `PlacementUnit.meshes`. The result is never worse than `start`. The search
     is deterministic.
     """
-    search = _Search(problem)
+    search = _PlacementSearch(problem)
     begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
     search.descend(begin)
     search.drop_candidates()
-    low = search.branch(search.movable, search.get_best(), FIRST_PLACEMENTS)
+    low = search.try_all(search.movable, search.get_best(), FIRST_PLACEMENTS)
     if low is not None:
-        for found in search.anneal(begin):
-            search.descend(found)
+        for numbers in search.anneal(begin):
+            search.descend(numbers)
         search.descend_in_pairs()
         search.drop_candidates()
-        low = search.branch(search.movable, search.get_best(), MOST_PLACEMENTS)
+        low = search.try_all(search.movable, search.get_best(), MOST_PLACEMENTS)
     search.score_neighbors()
     scorer = problem.scorer
     best = problem.estimate(scorer.find_choice(search.get_best()))
@@ -134,7 +134,7 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RankedPlacement:
     """A placement: its score, the numbers of its meshes, and what other orders of devices keep."""
 
     score: tuple[float, float, int]
@@ -142,7 +142,7 @@ class _Found:
     pattern: Hashable
 
 
-class _Search:
+class _PlacementSearch:
     """State of a search: the candidates, and the best two placements that differ.
 
     Attributes:
@@ -156,7 +156,7 @@ class _Search:
         self._table = self._scorer.table
         self._candidates = list(self._scorer.numbers)
         self._firsts = [group.first for group in problem.devices.groups]
-        self.best_two: list[_Found] = []
+        self.best_two: list[_RankedPlacement] = []
         # Place the units first whose weights others use, and those that need most.
         movable = [unit for unit, each in enumerate(problem.units) if len(each.meshes) > 1]
         self.movable = sorted(
@@ -172,7 +172,7 @@ class _Search:
 
     # -- what was found
 
-    def _offer(self, columns: Sequence[Integers], scores: Scores) -> None:
+    def _keep_best(self, columns: Sequence[Integers], scores: PlacementScores) -> None:
         """Keep the best two different placements of those found so far and those of `columns`."""
         rounded = _round(scores)
         for index in rounded.sort():
@@ -180,13 +180,13 @@ class _Search:
             if len(self.best_two) > 1 and score >= self.best_two[1].score:
                 return
             numbers = [int(each[index if len(each) > 1 else 0]) for each in columns]
-            found = _Found(score, numbers, self._describe(numbers))
-            others = [each for each in self.best_two if each.pattern != found.pattern]
-            same = [each for each in self.best_two if each.pattern == found.pattern]
-            better = min([*same, found], key=lambda each: each.score)
+            new = _RankedPlacement(score, numbers, self._describe(numbers))
+            others = [each for each in self.best_two if each.pattern != new.pattern]
+            same = [each for each in self.best_two if each.pattern == new.pattern]
+            better = min([*same, new], key=lambda each: each.score)
             self.best_two = sorted([*others, better], key=lambda each: each.score)[:2]
 
-    def _can_improve(self, scores: Scores) -> npt.NDArray[np.bool_]:
+    def _can_improve(self, scores: PlacementScores) -> npt.NDArray[np.bool_]:
         """Return which scores are better than those of the best two different placements."""
         if len(self.best_two) < 2:
             return np.ones(len(scores.seconds), np.bool_)
@@ -251,7 +251,7 @@ class _Search:
         now = list(numbers)
         columns = [np.array([each]) for each in now]
         scores = self._scorer.score(columns)
-        self._offer(columns, scores)
+        self._keep_best(columns, scores)
         best = _round(scores).get(0)
         improved = True
         while improved:
@@ -267,7 +267,7 @@ class _Search:
 
     def _move(
         self, unit: int, numbers: Sequence[int], best: tuple[float, float, int] | None = None
-    ) -> tuple[Integers, Scores]:
+    ) -> tuple[Integers, PlacementScores]:
         """Move one unit of a placement to each of its candidates, and offer the results.
 
         Returns the candidates that can be better than `best` or what was found, and their scores.
@@ -283,7 +283,7 @@ class _Search:
         if not keep.any():
             return columns[unit], rough.select(keep)
         scores = self._scorer.score(columns)
-        self._offer(columns, scores)
+        self._keep_best(columns, scores)
         return columns[unit], _round(scores)
 
     def descend_in_pairs(self) -> None:
@@ -292,7 +292,7 @@ class _Search:
         while before != self.best_two[0].score:
             before = self.best_two[0].score
             for pair in itertools.combinations(self.movable, 2):
-                self.branch(pair, self.get_best(), PAIR_PLACEMENTS)
+                self.try_all(pair, self.get_best(), PAIR_PLACEMENTS)
 
     def score_neighbors(self) -> None:
         """Score all placements that differ from the best one in one unit."""
@@ -344,7 +344,7 @@ class _Search:
         shares = np.cumsum(1.0 / counts[which])
         return shares[:-1] / shares[-1]
 
-    def _compute_energy(self, scores: Scores) -> Floats:
+    def _compute_energy(self, scores: PlacementScores) -> Floats:
         """Return the values that annealing minimizes: log step times plus a penalty for memory.
 
         The penalty is proportional to the bytes that exceed a device's capacity.
@@ -354,7 +354,7 @@ class _Search:
 
     # -- branch and bound
 
-    def branch(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
+    def try_all(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
         """Place `units` in all ways that may be better than what was found; leave the others.
 
         `numbers` are the meshes of all units, and `most` is the number of placements that may be
@@ -364,7 +364,7 @@ class _Search:
         if not units:
             return None
         limit = self._scorer.num_scored + most
-        nothing = Scores(np.zeros(1), np.zeros(1), np.zeros(1, np.int64))
+        nothing = PlacementScores(np.zeros(1), np.zeros(1), np.zeros(1, np.int64))
         # Partial placements by the number of placed units, [placements, units], from the best on
         pending = {0: (np.zeros((1, 0), np.int64), nothing)}
         while pending:
@@ -388,7 +388,7 @@ class _Search:
         numbers: Sequence[int],
         level: int,
         rows: Integers,
-        pending: dict[int, tuple[Integers, Scores]],
+        pending: dict[int, tuple[Integers, PlacementScores]],
     ) -> int:
         """Place one more unit in the first of the partial placements `rows`.
 
@@ -416,13 +416,13 @@ class _Search:
             whole = [np.array([each]) for each in numbers]
             for place, each in enumerate(units):
                 whole[each] = placed[:, place]
-            self._offer(whole, scores)
+            self._keep_best(whole, scores)
         else:
             order = scores.sort()
             pending[level + 1] = placed[order], scores.select(order)
         return len(lists)
 
-    def _compute_bound(self, pending: Iterable[Scores]) -> float:
+    def _compute_bound(self, pending: Iterable[PlacementScores]) -> float:
         """Return the shortest step time that placements can have which were not tried."""
         low = np.inf
         for scores in pending:
@@ -432,12 +432,12 @@ class _Search:
         return low
 
 
-def _round(scores: Scores) -> Scores:
+def _round(scores: PlacementScores) -> PlacementScores:
     """Return the scores with seconds that differ only by more than the errors of rounding."""
     return scores._replace(seconds=scores.seconds.astype(np.float32).astype(np.float64))
 
 
-def _is_less(scores: Scores, other: tuple[float, float, int]) -> npt.NDArray[np.bool_]:
+def _is_less(scores: PlacementScores, other: tuple[float, float, int]) -> npt.NDArray[np.bool_]:
     """Return which scores are less than another one."""
     excess, seconds, devices = other
     fewer = (scores.seconds == seconds) & (scores.devices < devices)

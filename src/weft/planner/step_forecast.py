@@ -16,11 +16,12 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
-from weft.planner.cluster import Cluster
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import DeviceCluster
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
-from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.row_lengths import RowLengths
 from weft.planner.simulation import simulate
 
@@ -110,7 +111,7 @@ def forecast_step(
     search: SearchSpec,
     written: DatasetSpec,
     rows: RowLengths | None = None,
-    cluster: Cluster | None = None,
+    cluster: DeviceCluster | None = None,
     shared_roles: Mapping[str, str] | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
