@@ -71,6 +71,14 @@ def test_each_call_has_the_layout_and_devices_of_the_plan(folder: Path) -> None:
     assert kept.facts.models["actor"]["parameters"] == 8_030_261_248
 
 
+def test_a_call_on_the_first_device_stays_there(folder: Path) -> None:
+    """Without a layout of its own, it would have that of the call which trains its role."""
+    Path("plan.yaml").write_text(GRPO_PLAN.replace("d4, devices: 0-3", "d1, devices: 0"))
+    made = grpo(folder).build()
+    assert made.call_meshes["actor_gen"].ranks == (0,)
+    assert made.call_meshes["actor_train"].ranks == (0, 1, 2, 3)
+
+
 def test_a_plan_of_equal_layouts_agrees_with_those_of_options(folder: Path) -> None:
     config = grpo(folder)
     config.ref.layout, config.ref.device_mesh = "t2", "4-5"
