@@ -71,6 +71,14 @@ def test_each_call_has_the_layout_and_devices_of_the_plan(folder: Path) -> None:
     assert kept.facts.models["actor"]["parameters"] == 8_030_261_248
 
 
+def test_a_call_on_the_first_device_stays_there(folder: Path) -> None:
+    """Without a layout of its own, it would have that of the call which trains its role."""
+    Path("plan.yaml").write_text(GRPO_PLAN.replace("d4, devices: 0-3", "d1, devices: 0"))
+    made = grpo(folder).build()
+    assert made.call_meshes["actor_gen"].ranks == (0,)
+    assert made.call_meshes["actor_train"].ranks == (0, 1, 2, 3)
+
+
 def test_a_plan_of_equal_layouts_agrees_with_those_of_options(folder: Path) -> None:
     config = grpo(folder)
     config.ref.layout, config.ref.device_mesh = "t2", "4-5"
@@ -128,7 +136,7 @@ def test_the_plan_of_a_run_is_kept_and_a_changed_file_refused(folder: Path) -> N
     resumed = grpo(folder).build()
     assert meshes(resumed) == meshes(made)
     assert any(
-        "there is no such file; the run continues with" in note for note in resumed.plan_notes
+        "there is no such file; the run continues with" in note for note in resumed.resume_notes
     )
     with pytest.raises(ConfigError, match=r"allocation_mode=plan.yaml: there is no such file"):
         grpo(folder, trial_name="other").build()
@@ -144,7 +152,7 @@ def test_a_run_is_planned_again_only_on_other_devices(folder: Path, mode: str) -
     assert any("the run continues with its plan, runs/e/t/plan.yaml" in n for n in kept.plan_notes)
     fewer = grpo(folder, mode, n_gpus_per_node=4).build()
     assert fewer.num_devices <= 4
-    note = next(note for note in fewer.plan_notes if "planned again" in note)
+    note = fewer.resume_notes[0]
     assert note.startswith(f"allocation_mode={mode}: saved on 8 devices with ")
     assert ", now 4: planned again: " in note
     assert meshes(fewer) == meshes(grpo(folder, mode, n_gpus_per_node=4, trial_name="new").build())
@@ -154,13 +162,13 @@ def test_a_run_on_another_kind_of_device_or_batch_is_planned_again(folder: Path)
     run = save(grpo(folder, "search").build())
     other = grpo(folder, "search", resume_from=str(run))
     other.search.gpu = "A100"
-    notes = other.build().plan_notes
+    notes = other.build().resume_notes
     assert any(
         "saved on H100 with " in note and "now A100: planned again" in note for note in notes
     )
     other = grpo(folder, "search", resume_from=str(run))
     other.dataset.train_bs_n_seqs = 32
-    notes = other.build().plan_notes
+    notes = other.build().resume_notes
     assert any("saved for 64 rows per step, and this run has 32: planned again" in n for n in notes)
 
 
@@ -170,13 +178,15 @@ def test_a_run_with_other_layouts_is_planned_again(folder: Path) -> None:
     other.actor_gen.layout = "t8"
     again = other.build()
     assert again.call_meshes["actor_gen"].layout.tensor == 8
-    assert any("does not suit the options (runs/e/t/plan.yaml" in note for note in again.plan_notes)
+    assert any(
+        "does not suit the options (runs/e/t/plan.yaml" in note for note in again.resume_notes
+    )
 
 
 def test_the_plan_of_a_run_with_another_mode_is_ignored(folder: Path) -> None:
     save(grpo(folder, "heuristic").build())
-    notes = grpo(folder, "search").build().plan_notes
-    assert not any("continues" in note or "planned again" in note for note in notes)
+    other = grpo(folder, "search").build()
+    assert not other.resume_notes and not any("continues" in note for note in other.plan_notes)
 
 
 def test_roles_without_a_network_are_not_in_a_plan(folder: Path) -> None:

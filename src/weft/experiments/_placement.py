@@ -74,9 +74,8 @@ def place_calls(
         placed = _place_by_estimates(experiment, config, given)
     plan = replace(build_run_plan(placed, config, device), facts=facts)
     if reason:
-        placed = placement.with_notes(
-            placed, [f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"]
-        )
+        note = f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"
+        placed = replace(placed, resume_notes=[note])
     return keep_plan(placed, config, plan)
 
 
