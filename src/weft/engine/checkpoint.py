@@ -123,10 +123,11 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """Return the values that `write_values` wrote.
+def read_values(path: Path, *, trained: bool) -> dict[str, Any]:
+    """Return the values of a role's state that `write_values` wrote.
 
-    Raises `CheckpointError` for a missing or damaged file.
+    Raises `CheckpointError` for a missing or damaged file, and if a role that is `trained` reads
+    the state of a frozen role, or the reverse.
     """
     try:
         values = json.loads(path.read_text())
@@ -135,4 +136,8 @@ def read_values(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error}); it is missing or was cut short"
         ) from error
     assert isinstance(values, dict)
+    if ("optimizer" in values) != trained:
+        raise CheckpointError(
+            f"{path.parent}: the state belongs to a role that is {'not ' if trained else ''}trained"
+        )
     return values

@@ -41,6 +41,7 @@ from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
 from weft.engine.jax.parameters import (
     HostTensors,
     ParameterStacks,
+    StoredArray,
     read_on_first_host,
     to_numpy,
     to_torch,
@@ -56,7 +57,7 @@ from weft.engine.torch.engine import (
     compute_loss,
     score,
 )
-from weft.engine.torch.step import OptimizerStep, Veto
+from weft.engine.torch.step import OptimizerStep, Veto, require_optimizer
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import Packed, SamplingSupport, TopIds
 from weft.models.network.transformer import check_outputs
@@ -370,13 +371,9 @@ class JaxEngine:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
         """Run one optimizer step for each minibatch, as `TorchEngine.train` does."""
-        if self._optimizer is None:
-            raise ConfigError(
-                "this role is not trained: its weights are frozen and it has no optimizer"
-            )
         step = OptimizerStep(
             self._network,
-            self._optimizer,
+            require_optimizer(self._optimizer),
             self._collectives,
             HOST,
             self._built.cost,
@@ -481,8 +478,7 @@ class JaxEngine:
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        arrays = self._network.arrays
-        tensors = {PARAMETERS: {name: self._stacks.select(arrays, name) for name in sorted(names)}}
+        tensors = {PARAMETERS: self._select(names)}
         if self._optimizer is not None:
             tensors[OPTIMIZER] = self._optimizer.select_tensors()
             values["optimizer"] = self._optimizer.collect_values()
@@ -502,12 +498,7 @@ class JaxEngine:
 
         Raises `CheckpointError` if the state is damaged or belongs to another kind of role.
         """
-        values = checkpoint.read_values(d / STATE)
-        if ("optimizer" in values) != (self._optimizer is not None):
-            raise CheckpointError(
-                f"{d}: the state belongs to a role that is "
-                f"{'' if self._optimizer is None else 'not '}trained"
-            )
+        values = checkpoint.read_values(d / STATE, trained=self._optimizer is not None)
         saved = checkpoint.SavedTensors(d, PARAMETERS)
         slices = self.slices()
         for name in saved.names:
@@ -533,13 +524,14 @@ class JaxEngine:
         The first process writes one tensor after the other, and the others take part in gathering
         each.
         """
-        with read_on_first_host(self._select(self._stacks.places)) as tensors:
+        with read_on_first_host(HostTensors(self._select(self._stacks.places))) as tensors:
             if tensors is not None:
                 self._built.save(d, tensors, tokenizer)
 
-    def _select(self, names: Iterable[str]) -> HostTensors:
+    def _select(self, names: Iterable[str]) -> dict[str, StoredArray]:
+        """Return where the values of parameters are, in the order that all hosts have."""
         arrays = self._network.arrays
-        return HostTensors({name: self._stacks.select(arrays, name) for name in sorted(names)})
+        return {name: self._stacks.select(arrays, name) for name in sorted(names)}
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -547,6 +539,8 @@ class JaxEngine:
         arrays = self._network.arrays
         total = sum(math.prod(value.shape) for value in arrays.values())
         trained = sum(math.prod(arrays[name].shape) for name in self._stacks.trained)
+        devices = next(iter(arrays.values())).sharding.device_set
+        first = min(devices, key=lambda each: each.id)
         return {
             **self._built.facts,
             "num_parameters": total,
@@ -555,14 +549,9 @@ class JaxEngine:
             "held_trainable": trained,
             "flops_per_token": self._built.cost.flops_per_token,
             "dtype": self._spec.dtype,
-            "device": _describe_devices(next(iter(arrays.values())).sharding.device_set),
+            "device": str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}",
             "notes": list(self._built.notes),
         }
-
-
-def _describe_devices(devices: Collection[Any]) -> str:
-    first = min(devices, key=lambda each: each.id)
-    return str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}"
 
 
 def _measure_matmul_rate(spec: ModelSpec, devices: Collection[Any]) -> float:

@@ -122,7 +122,9 @@ def _share_text(text: str) -> str:
     values = np.zeros(TEXT_BYTES, np.uint8)
     encoded = text.encode()
     values[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(values))).rstrip(b"\0").decode()
+    shared = np.asarray(multihost_utils.broadcast_one_to_all(values))
+    # early versions of JAX sum into wider integers
+    return bytes(shared.astype(np.uint8)).rstrip(b"\0").decode()
 
 
 def _read_number(environ: Mapping[str, str], name: str) -> int:
