@@ -187,8 +187,9 @@ def compare_with_plan(
         values.append((name, estimated.get("seconds"), call.seconds))
     changed = []
     for name, then, seconds in values:
-        is_known = isinstance(then, int | float) and then > 0
-        if is_known and abs(seconds - then) > SHOWN_DIFFERENCE * then:
+        if not isinstance(then, int | float) or then <= 0:
+            continue
+        if abs(seconds - then) > SHOWN_DIFFERENCE * then:
             changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
     if changed:
         lines.append(
