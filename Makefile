@@ -54,7 +54,7 @@ test-without-compat: install-dev ## the default tests in a copy without weft.com
 	$(BIN)/python tools/without_compat.py $(TESTS)
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
-	for name in sft rw dpo grpo ppo generate jax_engine limit realloc runtime startup serving layouts scale suite plan; do $(BIN)/python -m benchmarks.$$name || exit; done
+	for name in sft rw dpo grpo ppo generate jax_engine limit realloc runtime startup serving layouts scale suite plan placement; do $(BIN)/python -m benchmarks.$$name || exit; done
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)

@@ -68,19 +68,25 @@ EVERY: Mapping[str, Section] = {
         Section("grpo", "A GRPO step and where its time goes.", 60),
         Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 55),
         Section("tests", "The tests of the repository that need a GPU.", 60),
-        Section("decode_profile", "Which kernels take the time of a decode step.", 50),
+        Section("decode_profile", "Which kernels take the time of a decode step.", 40),
         Section(
             "sft_profile",
             "Which kernels take the time of a training step: the slowest of `sft`.",
-            50,
+            40,
         ),
         Section(
-            "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 60
+            "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 45
         ),
         Section(
             "options", "The training step of `sft` with each option that may make it faster.", 60
         ),
-        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 50),
+        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 45),
+        Section(
+            "plan_profile",
+            "`weft plan profile` of this GPU, and the forecasts of a training step with it and "
+            "without.",
+            40,
+        ),
         Section("peers", "The rollout of `grpo` by vLLM and SGLang, where they are installed.", 60),
     )
 }
@@ -99,7 +105,7 @@ BARS: Mapping[str, str] = {
 
 # In the order of what a second of each tells, for a machine that is there for minutes.
 FIRST = ("limits", "probe", "algorithms", "agreement", "sft", "decode", "grpo", "lora", "tests")
-SECOND = ("decode_profile", "sft_profile", "ragged", "jax")
+SECOND = ("decode_profile", "sft_profile", "ragged", "jax", "plan_profile")
 
 
 def turns(names: Iterable[str]) -> list[list[Section]]:

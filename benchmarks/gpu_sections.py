@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_algorithms, gpu_backends, gpu_decode, gpu_jax, gpu_peers, gpu_probe
+from benchmarks import (
+    gpu_algorithms,
+    gpu_backends,
+    gpu_decode,
+    gpu_jax,
+    gpu_peers,
+    gpu_probe,
+    gpu_profile,
+)
 from benchmarks.gpu_backends import Where
 from benchmarks.gpu_decode import graphs_found, sampling, say_preempted
 from benchmarks.gpu_run import Run, relative
@@ -523,4 +531,5 @@ RUNS: Mapping[str, tuple[Callable[[Run], None], int]] = {
     "decode_profile": (gpu_decode.decode_profile, 120),
     "sft_profile": (sft_profile, 120),
     "jax": (gpu_jax.jax_section, 120),
+    "plan_profile": (gpu_profile.plan_profile, 240),
 }

@@ -100,6 +100,7 @@ def test_ppo_says_what_it_needs(
         ("runtime", "ms a call", ["--repeats", "2"]),
         ("layouts", "% of it", []),
         ("plan", "median error", ["--no-profile", "--only", "sft"]),
+        ("plan_ranking", "Kendall tau", ["--no-profile", "--only", "sft"]),
         ("suite", "times as fast", ["--only", "zero-shot, letters"]),
     ],
 )

@@ -28,7 +28,7 @@ def test_the_first_command_tells_whether_it_is_correct_before_how_fast_it_is() -
         "lora",
         "tests",
     )
-    assert SECOND == ("decode_profile", "sft_profile", "ragged", "jax")
+    assert SECOND == ("decode_profile", "sft_profile", "ragged", "jax", "plan_profile")
 
 
 def test_the_limits_fit_into_the_minutes() -> None:

@@ -13,7 +13,7 @@ from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, list_options
 from weft.algorithms.kl import ESTIMATORS
 from weft.algorithms.ppo import CORRECTIONS, METHODS
 from weft.algorithms.preferences import DIVERGENCES
-from weft.engine.backends.jax import REFUSED
+from weft.engine.backends.jax import REFUSED, REFUSED_PARTS
 from weft.engine.spec import ATTENTION_KERNELS
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
@@ -81,7 +81,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "host function": registry.functions.load_all(),
     "dataset form": registry.datasets.load_all(),
     "backend": registry.backends.load_all(),
-    "torch only": REFUSED,
+    "torch only": (*REFUSED, *REFUSED_PARTS, "layout letters `p`, `c`, `e"),
     "attention": set(ATTENTION_KERNELS) - {"auto"},
     "family": registry.families.load_all(),
     "layout letter": LETTERS,

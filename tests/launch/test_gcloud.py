@@ -113,7 +113,7 @@ def test_ordinary_words_are_printed_as_they_are() -> None:
     ("output", "kind", "fix"),
     [
         (QUOTA, "the quota is used up", "ask for more quota"),
-        (STOCKOUT, CAPACITY, "add --retry"),
+        (STOCKOUT, CAPACITY, "wait for it with --retry"),
         ("ERROR: (gcloud.x) Insufficient reserved capacity.", CAPACITY, "--retry"),
         (
             "ERROR: (gcloud.x) NOT_FOUND: Resource 'projects/p/locations/us-central2-b/nodes/tulu' "

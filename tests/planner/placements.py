@@ -7,9 +7,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tests.planner.decoders import decoder, with_settings
-from weft.planner.candidates import list_meshes
+from weft.planner.candidates import PlacementUnit, list_meshes
 from weft.planner.cluster import build_cluster
 from weft.planner.cost import (
     CallWorkload,
@@ -17,11 +18,13 @@ from weft.planner.cost import (
     estimate_role_memory,
     estimate_transfer_seconds,
 )
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.problem import PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementProblem
 from weft.topology import Layout, Mesh
 
 RATES = DeviceRates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
+Known = dict[Any, Any]
 METHODS = ("generate", "inference", "train_step")
 
 
@@ -103,7 +106,7 @@ def _draw_rates(draw: random.Random, per_node: int) -> DeviceRates:
     )
 
 
-def _draw_network(draw: random.Random, trained: bool):  # type: ignore[no-untyped-def]
+def _draw_network(draw: random.Random, trained: bool) -> DecoderSizes:
     network = decoder(
         layers=draw.choice((2, 4, 8)),
         hidden=256,
@@ -145,11 +148,17 @@ def _draw_candidates(
 # -- all placements, device by device
 
 
-def score_placement(problem: PlacementProblem, meshes: Sequence[Mesh]) -> tuple[float, float, int]:
-    """Return (bytes beyond the capacity, seconds of a step, devices) by following each device."""
+def score_placement(
+    problem: PlacementProblem, meshes: Sequence[Mesh], known: Known | None = None
+) -> tuple[float, float, int]:
+    """Return (bytes beyond the capacity, seconds of a step, devices) by following each device.
+
+    `known` keeps estimates from one placement of a problem to the next.
+    """
+    known = {} if known is None else known
     return (
-        max(0.0, _find_excess(problem, meshes)),
-        _simulate(problem, meshes),
+        max(0.0, _find_excess(problem, meshes, known)),
+        _simulate(problem, meshes, known),
         sum(len(mesh.ranks) for mesh in meshes),
     )
 
@@ -157,8 +166,9 @@ def score_placement(problem: PlacementProblem, meshes: Sequence[Mesh]) -> tuple[
 def find_best(problem: PlacementProblem) -> tuple[float, float]:
     """Return the least (bytes beyond the capacity, seconds of a step) of all placements."""
     best = (math.inf, math.inf)
+    known: Known = {}
     for meshes in itertools.product(*(unit.meshes for unit in problem.units)):
-        best = min(best, score_placement(problem, meshes)[:2])
+        best = min(best, score_placement(problem, meshes, known)[:2])
     return best
 
 
@@ -178,7 +188,7 @@ def _get_rates(problem: PlacementProblem, ranks: Sequence[int]) -> DeviceRates:
     )
 
 
-def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
+def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known) -> float:
     started = 1 + max(max(mesh.ranks) for mesh in meshes)
     free = [0.0] * problem.num_devices
     busy = [0.0] * problem.num_devices
@@ -199,9 +209,12 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
         senders: Sequence[int] = ()
         if trainer is not None and meshes[trainer] != mesh:
             both = [*mesh.ranks, *meshes[trainer].ranks]
-            moves = estimate_transfer_seconds(
-                problem.networks[role], meshes[trainer], mesh, _get_rates(problem, both)
-            )
+            key = (role, meshes[trainer], mesh)
+            if key not in known:
+                known[key] = estimate_transfer_seconds(
+                    problem.networks[role], meshes[trainer], mesh, _get_rates(problem, both)
+                )
+            moves = known[key]
             senders = meshes[trainer].ranks if moves else ()
         begin = max(begin, *(free[rank] for rank in (*mesh.ranks, *senders)))
         for rank in {*mesh.ranks, *senders}:
@@ -209,9 +222,12 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
             busy[rank] += moves
         counts = min(len(mesh.ranks), per_node), min(started, per_node)
         rates = _get_rates(problem, mesh.ranks)
-        takes = estimate_call_seconds(
-            problem.networks[role], problem.loads[name], mesh, rates.share_cores(*counts)
-        )
+        key = (name, mesh, counts)
+        if key not in known:
+            known[key] = estimate_call_seconds(
+                problem.networks[role], problem.loads[name], mesh, rates.share_cores(*counts)
+            )
+        takes = known[key]
         takes += rates.call + (rates.dispatch if started > 1 else 0.0)
         ends[name] = begin + moves + takes
         for rank in mesh.ranks:
@@ -228,7 +244,7 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
     return step
 
 
-def _find_excess(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
+def _find_excess(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known) -> float:
     owners: dict[str, Mesh] = {}
     for unit, mesh in zip(problem.units, meshes, strict=True):
         if unit.trains or unit.role not in owners:
@@ -239,13 +255,17 @@ def _find_excess(problem: PlacementProblem, meshes: Sequence[Mesh]) -> float:
     stays = [0.0] * problem.num_devices
     most = [0.0] * problem.num_devices
     for (role, mesh), calls in places.items():
-        held = estimate_role_memory(
-            problem.networks[role],
-            [problem.loads[call] for call in calls],
-            mesh.layout,
-            _get_rates(problem, mesh.ranks),
-            own=owners[role] == mesh,
-        )
+        own = owners[role] == mesh
+        key = (role, mesh, tuple(calls), own)
+        if key not in known:
+            known[key] = estimate_role_memory(
+                problem.networks[role],
+                [problem.loads[call] for call in calls],
+                mesh.layout,
+                _get_rates(problem, mesh.ranks),
+                own=own,
+            )
+        held = known[key]
         base = problem.shared_roles.get(role)
         shared = base is not None and _are_equal_but_for_shards(owners[base], mesh)
         for rank in mesh.ranks:

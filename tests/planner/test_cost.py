@@ -13,7 +13,6 @@ from weft.planner.cost import (
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
-    list_decode_steps,
 )
 from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
@@ -275,21 +274,6 @@ def test_sharded_weights_are_gathered_once_for_a_generation() -> None:
     assert shards - copies == pytest.approx(PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
 
 
-def test_the_longest_answer_sets_the_steps_and_the_batch_shrinks() -> None:
-    """Answers of 20 tokens on average and 40 at most: half of the batch is left half way."""
-    load = replace(SAMPLE, new_tokens=20, longest_answer=40)
-    steps = list_decode_steps(load, 8, 8)
-    assert sum(count for count, _, _ in steps) == 40
-    # Eight groups of five steps with 7.5, 6.5, ... sequences; the last has at least one.
-    assert sum(count * batch for count, batch, _ in steps) == 8 * 20 + 5 * 0.5
-    assert steps[0][1] > steps[4][1] > steps[-1][1] == 1.0
-    # All of one length: the batch stays.
-    assert {batch for _, batch, _ in list_decode_steps(SAMPLE, 8, 8)} == {8.0}
-    # Twice as many as fit: a full batch until the last eight have begun.
-    rounds = list_decode_steps(load, 16, 8)
-    assert rounds[0] == (20.0, 8.0, 70.0) and rounds[1:] == steps
-
-
 def test_more_work_never_takes_less_time() -> None:
     for method in ("inference", "train_step", "generate"):
         base = replace(SCORE, method=method)
@@ -303,6 +287,53 @@ def test_more_work_never_takes_less_time() -> None:
             ):
                 more = estimate_call_seconds(network, replace(base, **change), mesh(layout), RATES)
                 assert more >= before, (method, layout, change)
+
+
+def test_a_batch_is_sent_to_the_ranks_that_share_it() -> None:
+    """4 GB at 1 GB/s; the first device alone may have made it itself."""
+    load = replace(SCORE, batch_bytes=4e9)
+    for layout, first, seconds in (("d1", 0, 0.0), ("d1", 1, 4.0), ("d4", 0, 1.0), ("t2", 0, 4.0)):
+        parts = [
+            estimate_call(SMALL, each, mesh(layout, first), RATES).parts for each in (SCORE, load)
+        ]
+        assert parts[1]["messages"] - parts[0]["messages"] == pytest.approx(seconds)
+
+
+# Eight experts of which two process a token; each has 3 x 100 x 200 weights
+SPARSE = replace(TRAINED, experts=8, chosen_experts=2)
+SPARSE = replace(
+    SPARSE,
+    shape=replace(SPARSE.shape, parameters=4 * (30_000 + 480_000) + 200_000, trainable=2_240_000),
+)
+
+
+def test_experts_are_divided_over_other_ranks_than_the_rest() -> None:
+    assert SPARSE.expert_elements == 480_000
+    experts = 4 * 480_000
+    rest = SPARSE.shape.parameters - experts
+    for layout, stored in (
+        ("d4f1e4", rest + experts / 4),
+        ("d4f4e2", rest / 4 + experts / 4),
+        ("d4f2e4", rest / 2 + experts / 4),
+        ("d2f1t2e2", rest / 2 + experts / 4),
+    ):
+        found = SPARSE.count_stored_parameters(Layout.parse(layout))
+        assert found == pytest.approx(stored), layout
+        held = estimate_role_memory(SPARSE, [TRAIN], Layout.parse(layout), RATES)
+        assert held.parameters == 4 * stored and held.optimizer == 8 * stored
+
+
+def test_rows_are_sent_to_the_experts_and_back() -> None:
+    """Forward and backward, each there and back, in four layers; half of the rows stay."""
+    load = replace(TRAIN, num_updates=1)
+    alone, shared = (
+        estimate_call(SPARSE, load, mesh(layout), RATES).parts["messages"]
+        for layout in ("d2f1", "d2f1e2")
+    )
+    busiest = 1 + 0.6 / 2
+    rows = 400 * 2 * 100 * 4 * busiest / 2 / 1e9
+    sums = 2 * 4 / 2 * (2_240_000 - (2_240_000 - 4 * 480_000 / 2)) / 1e9
+    assert shared - alone == pytest.approx(4 * 2 * 2 * rows - sums)
 
 
 def test_parts_add_up_to_the_call() -> None:

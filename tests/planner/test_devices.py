@@ -12,8 +12,9 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
     found = find_gpu_rates("NVIDIA H100 80GB HBM3", "bfloat16")
     assert (
         found.name == "H100"
-        and found.flops == pytest.approx(0.65 * 989e12)
+        and found.flops == pytest.approx(0.81 * 989e12)
         and found.capacity == 72 * GIB
+        and found.host_bandwidth == 0.8 * 64e9
     )
     assert (
         find_gpu_rates("NVIDIA L40S", "float32").name == "L40S"

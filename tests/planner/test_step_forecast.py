@@ -23,6 +23,7 @@ from weft.experiments import PPOConfig
 from weft.launch.facts import TargetDevices
 from weft.launch.plan import forecast_run_step
 from weft.launch.run import set_up_experiment
+from weft.planner.compute_times import PARTS
 from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.profile import (
     ProfileMachine,
@@ -101,7 +102,7 @@ def test_roles_without_a_network_are_named(folder: Path) -> None:
 def test_each_call_says_what_bounds_it(folder: Path) -> None:
     made = forecast(folder)
     for call in made.calls.values():
-        assert set(call.parts) == {"products", "memory", "messages", "overhead", "bubble"}
+        assert set(call.parts) == set(PARTS)
         assert sum(call.parts.values()) == pytest.approx(call.seconds)
         assert call.bound == max(call.parts, key=lambda name: call.parts[name])
     # The overhead of starting kernels is what so small a model waits for.

@@ -469,14 +469,18 @@ def write(
 
 
 def write_one_by_one(
-    file: Path, layouts: Mapping[str, TensorLayout], tensors: Iterable[tuple[str, Tensor]]
+    file: Path,
+    layouts: Mapping[str, TensorLayout],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a safetensors file atomically, with one of the `tensors` in memory at a time.
 
-    As in files of the library safetensors, tensors with larger elements come first, so that all are
-    aligned, and spaces fill the header up to a multiple of 8 bytes.
+    `metadata` are texts that the file's header has as well. As in files of the library safetensors,
+    tensors with larger elements come first, so that all are aligned, and spaces fill the header up
+    to a multiple of 8 bytes.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in sorted(layouts, key=lambda name: (-layouts[name][0].itemsize, name)):
         dtype, shape = layouts[name]

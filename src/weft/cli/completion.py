@@ -69,6 +69,8 @@ PATH_OPTIONS = (
     "container",
 )
 MODEL_OPTIONS = ("path", "resume_from")  # options of PATHS that also accept a run
+# Subcommands of weft plan whose arguments are those of weft quickstart
+PLANNING = ("search", "run", "cost")
 
 
 def find_candidates(words: Sequence[str], current: str) -> list[Word]:
@@ -99,10 +101,19 @@ def _propose_words(words: list[str], current: str) -> Iterator[Word]:
             yield "weft", ""
         elif begun[0] == "weft":
             yield from _propose_words(begun[1:], current)
+    elif words[0] == "plan" and _is_planned_run(words[1:], current):
+        yield from _complete_quickstart(words[2:], current)
     elif words[0] == "completion":
         yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
     else:
         yield from _complete_command(words[0], words[1:], current)
+
+
+def _is_planned_run(words: list[str], current: str) -> bool:
+    """Return whether the next word of `weft plan ...` is an argument of weft quickstart."""
+    if not words or words[0] not in PLANNING or current.startswith("-"):
+        return False
+    return not words[-1].startswith("--")  # the value of a flag
 
 
 # -- weft quickstart
@@ -239,6 +250,8 @@ def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[
         offered = [(value, "") for value in list_names()]
     elif last in VALUE_SOURCES:
         offered = [(value, "") for value in VALUE_SOURCES[last]()]
+        if option == "allocation_mode":  # or a plan file
+            offered += list_paths(begun)
     elif last in PATH_OPTIONS:
         of_model = last in MODEL_OPTIONS and not option.startswith("dataset.")
         offered = list(list_runs_and_paths(begun) if of_model else list_paths(begun))

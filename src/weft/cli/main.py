@@ -64,8 +64,8 @@ COMMAND_GROUPS = {
         "config": "list, show, copy and check named sections: ls, show, cp, validate",
         "launch": "run weft on TPU pods: create, install, check, start, logs, stop, delete",
         "plan": (
-            "show what a run would do: search assigns calls to devices, realloc moves "
-            "parameters between layouts, memory finds a GPU"
+            "show what a run would do: run forecasts its time and memory, search assigns calls to "
+            "devices, cost compares GPUs"
         ),
         "completion": "complete commands and options in bash, zsh and fish",
     },

@@ -1,10 +1,11 @@
 """`weft plan`: show what a run would do, without running it.
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
-the estimated times. `show` writes a page with simulated steps. `cost` compares GPUs by time and
-price. `realloc` shows the transfers that move parameters between two layouts. `memory` shows which
-GPUs have enough memory to train a model. `profile` measures a model's parts on this machine, so
-that estimated times are right.
+the estimated times. `run` says how long a run takes, whether it fits, and which options would make it
+fit or run faster. `show` writes a page with simulated steps. `cost` compares GPUs by time and price.
+`realloc` shows the transfers that move parameters between two layouts. `memory` shows which GPUs have
+enough memory to train a model. `profile` measures a model's parts on this machine, so that estimated
+times are right.
 """
 
 from __future__ import annotations
@@ -12,25 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import overrides, plan_profile, plan_show
+from weft.cli import overrides, plan_profile, plan_run, plan_search, plan_show
 from weft.cli.parsing import CommandParser
+from weft.cli.plan_run import WORDS, build_planned_config, name_run
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.options import read, to_mapping, validate
 from weft.planner.forecast import find_install_command, format_table, list_memory_options
 from weft.planner.memory import BYTES, CallDemand
-from weft.planner.profile import NOTE
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
-    from weft.experiment import Experiment
     from weft.models.network.config import TransformerConfig
     from weft.realloc.plan import ReallocationTraffic
 
@@ -53,26 +52,12 @@ SMALL_LLAMA = {
     "hidden_act": "silu",
 }
 
-SEARCH_EPILOG = """Seconds are estimates from the sizes of matrix products, memory reads and messages.
-Use them to compare placements. search.* sets the assumptions: the GPU, which this machine need
-not have, its memory, and the lengths of prompts and answers.
-
-examples:
-  weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
-  weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json"""
-
 MEMORY_SUMMARY = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
 MEMORY_EPILOG = """examples:
   weft plan memory Qwen/Qwen3-0.6B
   weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
   weft plan memory meta-llama/Llama-3.1-8B layout=d8 optimizer.state_dtype=8bit"""
 
-# Arguments of the commands that plan a run
-WORDS: dict[str, Any] = {
-    "nargs": "+",
-    "metavar": "WORD",
-    "help": "arguments of weft quickstart: NAME key=value ...",
-}
 DEFAULT_DEVICES = (1, 2, 4, 8)
 COST_SUMMARY = "which GPUs a run fits, how long it takes on them, and for how much"
 COST_EPILOG = """Times are estimates; search.prompt_tokens and search.answer_tokens set the lengths.
@@ -103,12 +88,22 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for unusable input, such as layouts that do not fit the model or the devices.
     """
     parser, realloc_parser = _build_parsers()
-    arguments = parser.parse_args(list(argv))
+    arguments, rest = parser.parse_known_args(list(argv))
+    # Arguments of weft quickstart can also follow flags.
+    if arguments.command in ("search", "run", "cost") and not any(
+        word.startswith("--") for word in rest
+    ):
+        arguments.words += rest
+    elif rest:
+        parser.parse_args(list(argv))  # raises an error that names them
     if arguments.command is None:
         parser.print_help()
         return 2
     if arguments.command == "search":
-        print_search(arguments.words, as_json=arguments.json)
+        plan_search.print_search(arguments)
+        return 0
+    if arguments.command == "run":
+        plan_run.print_forecast(arguments)
         return 0
     if arguments.command == "memory":
         print_memory_plan(arguments)
@@ -117,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         print_cost(arguments)
         return 0
     if arguments.command == "show":
-        plan_show.run(arguments, _name_run(arguments.words))
+        plan_show.run(arguments, name_run(arguments.words))
         return 0
     if arguments.command == "profile":
         plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))
@@ -133,17 +128,10 @@ def main(argv: Sequence[str]) -> int:
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
     commands = parser.add_subparsers(
-        dest="command", metavar="{search,show,cost,realloc,memory,profile}"
+        dest="command", metavar="{search,run,show,cost,realloc,memory,profile}"
     )
-    summary = "the placement that allocation_mode=search finds for an experiment"
-    looked = commands.add_parser(
-        "search",
-        help=summary,
-        description=f"Print {summary}.",
-        epilog=SEARCH_EPILOG,
-    )
-    looked.add_argument("words", **WORDS)
-    looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    plan_search.add_parser(commands)
+    plan_run.add_parser(commands)
     plan_show.add_parser(commands, WORDS)
     _add_cost_parser(commands)
     summary = "the transfers that move a role's parameters from one layout to another"
@@ -254,73 +242,11 @@ def _add_memory_parser(commands: Any) -> None:
     )
 
 
-def print_search(words: Sequence[str], *, as_json: bool) -> None:
-    """Print the devices that `allocation_mode=search` assigns to each model call of a run.
-
-    With a single device, or if every role has a layout, there is nothing to choose: then the time
-    of a step with these layouts is printed. `words` are the arguments of `weft quickstart`. With
-    `as_json`, the output is JSON. Raises `ConfigError` if a model's config.json is missing or if
-    the speed of the devices is not known.
-    """
-    from weft.cli.quickstart import build_config
-    from weft.experiments.common import build_experiment
-    from weft.launch.downloads import fetch_configs
-
-    config, notes = build_config([*_name_run(words), "allocation_mode=search"])
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    experiment = build_experiment(config)
-    if fetch_configs(experiment, data=False):
-        experiment = build_experiment(config)  # build again with the downloaded config.json files
-    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
-    if stale:
-        raise ConfigError("\n".join(stale))
-    if not experiment.search:
-        missing = []
-        for note in experiment.plan_notes:
-            if "config.json" in note:
-                missing.append(note)
-        if missing:
-            raise ConfigError("\n".join(missing))
-        _print_fixed_placement(experiment, as_json=as_json)
-        return
-    if as_json:
-        print(json.dumps(experiment.search, indent=2))
-        return
-    print(
-        "\n".join(
-            line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))
-        )
-    )
-
-
-def _print_fixed_placement(experiment: Experiment, *, as_json: bool) -> None:
-    from weft.launch.facts import TargetDevices
-    from weft.launch.plan import forecast_run_step
-
-    target = TargetDevices.from_experiment(experiment, experiment.config["mode"])
-    step = forecast_run_step(experiment, target)
-    if step is None:
-        raise ConfigError(
-            "plan search: the speed of these devices is not known; name a GPU, such as "
-            "search.gpu=H100"
-        )
-    if as_json:
-        print(json.dumps(step.to_dict(), indent=2))
-        return
-    print("\n".join(step.format_lines()))
-    print(
-        "nothing to choose: the run has one device, or every role has a layout; "
-        "n_gpus_per_node=8 (or n_nodes) asks for more devices"
-    )
-
-
 def print_cost(arguments: argparse.Namespace) -> None:
     """Print a table of the GPUs on which a run fits, with its time and cost.
 
     Raises `ConfigError` for invalid prices or numbers, and if the run can be planned on no GPU.
     """
-    from weft.cli.quickstart import build_config
     from weft.launch.plan_cost import (
         compare_devices,
         describe_lengths,
@@ -334,9 +260,7 @@ def print_cost(arguments: argparse.Namespace) -> None:
     counts = [int(word) for word in arguments.devices.split(",")]
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigError(f"--steps={arguments.steps}: a run has at least one step")
-    config, notes = build_config(_name_run(arguments.words))
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    config = build_planned_config(arguments.words)
     steps = arguments.steps or config.max_steps
     options = compare_devices(config, prices, counts)
     if not arguments.json:
@@ -347,13 +271,6 @@ def print_cost(arguments: argparse.Namespace) -> None:
         cost = None if steps is None else option.compute_cost(steps)
         rows.append({**asdict(option), "cost": cost})
     print(json.dumps({"steps": steps, "options": rows}, indent=2))
-
-
-def _name_run(words: Sequence[str]) -> list[str]:
-    """Return the words of `weft quickstart`, with names for the run if they have none."""
-    given = {word.partition("=")[0] for word in words}
-    names = ("experiment_name", "trial_name")
-    return [*words, *(f"{name}=plan" for name in names if name not in given)]
 
 
 def print_reallocation(arguments: argparse.Namespace) -> None:

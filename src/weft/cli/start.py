@@ -47,7 +47,8 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         help="replaces the experiment's setting",
     )
     parser.add_argument(
-        "--allocation_mode", help="layout of roles without one; replaces the experiment's setting"
+        "--allocation_mode",
+        help="layout of roles without one, or a plan file; replaces the experiment's setting",
     )
     parser.add_argument(
         "--partition", help="with --mode slurm: partition; replaces the experiment's setting"
@@ -92,6 +93,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
             given.experiment,
             given.trial,
             allocation_mode=_parse_allocation_mode(given.allocation_mode),
+            fileroot=given.fileroot,
         ),
         given,
     )

@@ -393,6 +393,7 @@ class DatasetSpec:
         at_least=0.0,
         at_most=1.0,
     )
+    planned: bool = option(False, "", hidden=True)  # only for a plan: rows need not be named
     sample_mixing_below: int = option(256, "samples with fewer tokens are short", at_least=2)
     label_masking: bool = option(
         True, "train only the assistant's text; false: every token, of rows with one answer"

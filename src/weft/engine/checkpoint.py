@@ -29,26 +29,25 @@ def write_tensors(
     that all tensors are whole. Raises `RunError` if writing fails.
     """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    metadata = None
-    if places is not None:
-        metadata = {
-            PLACES: json.dumps(
-                {name: [[p.start, p.stop] for p in place] for name, place in places.items()}
-            )
-        }
     try:
-        save_file(held, path, metadata)
+        save_file(held, path, None if places is None else format_places(places))
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"{path} could not be written ({error}); what was saved before is untouched"
         ) from error
 
 
+def format_places(places: Mapping[str, Slice]) -> dict[str, str]:
+    """Return the metadata of a file whose tensors are these slices of larger tensors."""
+    ends = {name: [[part.start, part.stop] for part in place] for name, place in places.items()}
+    return {PLACES: json.dumps(ends)}
+
+
 class SavedTensors:
     """Reader of tensors that were saved by one process, or in slices by several ranks.
 
-    One process writes the file `{stem}.safetensors`; several ranks write one file
-    `{stem}-{rank}.safetensors` each. `names` are the names of all tensors. Raises `CheckpointError`
+    One process writes the file `{stem}.safetensors`; several ranks, or devices of JAX, write one
+    file `{stem}-{rank}.safetensors` each. `names` are the names of all tensors. Raises `CheckpointError`
     for files that are missing or truncated.
     """
 
@@ -124,10 +123,11 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """Return the values that `write_values` wrote.
+def read_values(path: Path, *, trained: bool) -> dict[str, Any]:
+    """Return the values of a role's state that `write_values` wrote.
 
-    Raises `CheckpointError` for a missing or damaged file.
+    Raises `CheckpointError` for a missing or damaged file, and if a role that is `trained` reads
+    the state of a frozen role, or the reverse.
     """
     try:
         values = json.loads(path.read_text())
@@ -136,4 +136,8 @@ def read_values(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error}); it is missing or was cut short"
         ) from error
     assert isinstance(values, dict)
+    if ("optimizer" in values) != trained:
+        raise CheckpointError(
+            f"{path.parent}: the state belongs to a role that is {'not ' if trained else ''}trained"
+        )
     return values

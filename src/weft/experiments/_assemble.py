@@ -23,7 +23,7 @@ from weft.experiments.models import (
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate
-from weft.planner.placement import HEURISTIC, SEARCH, allocate_layouts
+from weft.planner.placement import HEURISTIC, SEARCH, allocate_layouts, is_plan_path
 from weft.registry import datasets, import_user_code
 
 DEFAULT_BATCH = 32
@@ -121,7 +121,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     )
     experiment = _with_options(experiment, config)
     # Place the calls on devices.
-    if config.allocation_mode in (HEURISTIC, SEARCH):
+    if config.allocation_mode in (HEURISTIC, SEARCH) or is_plan_path(config.allocation_mode):
         experiment = place_calls(experiment, config, plan.roles)
     experiment = replace(
         experiment,

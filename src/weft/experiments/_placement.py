@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.checkpoints.config_file import prefix_option
 from weft.engine.spec import ModelSpec
@@ -11,7 +12,17 @@ from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.experiments.models import find_option_role
+from weft.experiments.plans import (
+    build_run_plan,
+    describe_run_facts,
+    find_reason_to_plan_again,
+    find_saved_plan,
+    keep_plan,
+    place_by_file,
+    place_by_plan,
+)
 from weft.planner import placement
+from weft.planner.cluster import DeviceCluster, find_cluster, is_mixed
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.planner.profile import ProfileMachine, find_usable_profile
@@ -27,11 +38,51 @@ def place_calls(
 ) -> Experiment:
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 
-    This implements the values "search" and "heuristic" of `allocation_mode`. `given` has the roles
-    as the user wrote them. A call is placed unless the layout of the call or of its role is set. If
-    nothing can be estimated, calls stay on all devices and a note says why. With "search", raises
-    `ConfigError` if the speed of the devices is unknown, or if no placement fits into memory.
+    This implements the values "search" and "heuristic" of `allocation_mode`, and plan files. `given`
+    has the roles as the user wrote them. A call is placed unless the layout of the call or of its
+    role is set. If nothing can be estimated, calls stay on all devices and a note says why.
+
+    A resumed run keeps its placement. Only if its devices have changed, it is placed again, and a note
+    says so.
+
+    Raises `ConfigError` for an unusable plan and, with "search", if the speed of the devices is
+    unknown or no placement fits into memory.
     """
+    mode = config.allocation_mode
+    if placement.is_plan_path(mode):
+        return place_by_file(experiment, config, given)
+    # Keep the plan of a resumed run, unless its devices have changed.
+    saved = find_saved_plan(config)
+    per_node = config.n_gpus_per_node or 1
+    facts = replace(
+        describe_run_facts(experiment, config),
+        devices=config.n_nodes * per_node,
+        devices_per_node=per_node,
+    )
+    device = _name_device(experiment, config)
+    reason = "" if saved is None else find_reason_to_plan_again(saved, facts, device)
+    placed = None
+    if saved is not None and not reason:
+        try:
+            placed = place_by_plan(experiment, saved, given)
+        except ConfigError as error:  # other options, as resume_from allows
+            reason = f"the saved plan does not suit the options ({error})"
+        else:
+            note = f"allocation_mode={mode}: the run continues with its plan, {saved.source}"
+            placed = placement.with_notes(placed, [note])
+    if placed is None:
+        placed = _place_by_estimates(experiment, config, given)
+    plan = replace(build_run_plan(placed, config, device), facts=facts)
+    if reason:
+        note = f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"
+        placed = replace(placed, resume_notes=[note])
+    return keep_plan(placed, config, plan)
+
+
+def _place_by_estimates(
+    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+) -> Experiment:
+    """Return the experiment with its calls placed by the estimates of their time and memory."""
     # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -62,7 +113,6 @@ def place_calls(
     def check(role: str, layout: Layout) -> None:
         check_layout(experiment.roles[role], layout, configs[role])
 
-    units, start = placement.build_units(experiment, free, networks, count, per_node, check)
     try:
         rates = _find_rates(config, on_gpu, networks, per_node)
     except UnknownRates as error:
@@ -77,6 +127,10 @@ def place_calls(
     loads = {}
     for call in graph.list_model_calls():
         loads[call.name] = placement.build_workload(experiment, config.search, written, call)
+    lengths = {name: load.sequence_length for name, load in loads.items()}
+    units, start = placement.build_units(
+        experiment, free, networks, count, per_node, check, lengths
+    )
     problem = placement.build_problem(
         experiment,
         units,
@@ -85,8 +139,18 @@ def place_calls(
         rates,
         num_devices=max([count, *(1 + max(mesh.ranks) for unit in units for mesh in unit.meshes)]),
         shared_roles=_find_shared_references(experiment),
+        cluster=_find_mixed_cluster(config, networks),
     )
     return placement.place_calls(experiment, mode, problem, start, count)
+
+
+def _name_device(experiment: Experiment, config: RunConfig) -> str | None:
+    """Return the type of the run's devices, such as "H100" or "cpu", or None if it is not known."""
+    on_gpu = _is_on_gpu(experiment, config)
+    try:
+        return _find_rates(config, on_gpu, {}, config.n_gpus_per_node or 1).name
+    except UnknownRates:
+        return None
 
 
 def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
@@ -135,15 +199,35 @@ def _find_rates(
             f"allocation_mode={config.allocation_mode}: this machine has no GPU; set search.gpu "
             "to the type of the cluster's GPUs, such as H100"
         )
+    cluster = _find_mixed_cluster(config, networks)
+    if cluster is not None:
+        return cluster.rates
     name = config.search.gpu or torch.cuda.get_device_name(0)
-    if all(network.settings.dtype == "float32" for network in networks.values()):
-        dtype = "float32"
-    else:
-        dtype = "bfloat16"
     try:
-        return find_gpu_rates(name, dtype, memory, per_node)
+        return find_gpu_rates(name, _find_dtype(networks), memory, per_node)
     except ConfigError as error:
         raise UnknownRates(str(error)) from None
+
+
+def _find_mixed_cluster(
+    config: RunConfig, networks: Mapping[str, DecoderSizes]
+) -> DeviceCluster | None:
+    """Return the cluster if `search.gpu` names several groups of devices, and otherwise None.
+
+    Raises `ConfigError` if it names other devices than the run's.
+    """
+    gpu = config.search.gpu
+    if gpu is None or not is_mixed(gpu):
+        return None
+    per_node = config.n_gpus_per_node or 1
+    count = config.n_nodes * per_node
+    return find_cluster(gpu, _find_dtype(networks), config.search.memory_gb, count, per_node)
+
+
+def _find_dtype(networks: Mapping[str, DecoderSizes]) -> str:
+    """Return the dtype of the networks' matrix products."""
+    is_single = all(network.settings.dtype == "float32" for network in networks.values())
+    return "float32" if is_single else "bfloat16"
 
 
 def _with_profile(

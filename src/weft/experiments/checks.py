@@ -32,6 +32,7 @@ from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, 
 from weft.experiment import RUN_NAME, parse_step_range
 from weft.graph.graph import DataflowGraph
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
+from weft.planner.placement import is_plan_path
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.registry import interfaces, losses
 from weft.storage.buckets import is_remote
@@ -99,11 +100,15 @@ def find_profile_problem(steps: str) -> str | None:
 
 def find_allocation_problem(mode: str) -> str | None:
     """Return an error message for an invalid `allocation_mode`, else None."""
-    if mode in MODES_OF_ALLOCATION:
+    if mode in MODES_OF_ALLOCATION or is_plan_path(mode):
         return None
     if not re.fullmatch(r"([a-z]\d+)+", mode):
         close = find_nearest(mode, MODES_OF_ALLOCATION, 1)
-        return f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return (
+            f"must be manual, heuristic, search, a layout such as d1, or a plan file such as "
+            f"plan.yaml{hint}"
+        )
     return find_layout_problem(mode)
 
 
@@ -300,7 +305,8 @@ def check_dataset(dataset: DatasetSpec) -> None:
             "set only one of them"
         )
     named = dataset.train_path or dataset.path
-    if named is None and not dataset.sources and not dataset.named and not dataset.args:
+    has_rows = named is not None or dataset.sources or dataset.named or dataset.args
+    if not has_rows and not dataset.planned:
         raise ConfigError(
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
             "hub name"

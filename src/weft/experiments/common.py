@@ -252,7 +252,8 @@ class RunConfig(ABC):
         "placement of roles without a layout on n_nodes x n_gpus_per_node devices: manual (the "
         "first device), heuristic (data-parallel over all devices or fewer, with sharded or whole "
         "weights, whichever is estimated to be fastest), search (the placement of each call that "
-        "is estimated to be fastest), or a layout such as d4t2",
+        "is estimated to be fastest), a layout such as d4t2, or a plan file that weft plan search "
+        "--output has written, such as plan.yaml",
         check=checks.find_allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "assumptions of allocation_mode=search and --dry-run")
@@ -435,7 +436,7 @@ class RunConfig(ABC):
             )
         data = getattr(self, "dataset", None)
         if isinstance(data, DatasetSpec) and not (
-            data.train_path or data.path or data.sources or data.named or data.args
+            data.train_path or data.path or data.sources or data.named or data.args or data.planned
         ):
             names.append(
                 "dataset.path=ROWS (a JSON, JSONL or Parquet file, a directory, or a hub name)"

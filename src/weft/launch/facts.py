@@ -44,6 +44,7 @@ from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import MIB, format_size, measure_file_pages_gb
 from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
+from weft.planner.cluster import find_least_memory, is_mixed
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import (
     EXTRAS,
@@ -87,7 +88,8 @@ class TargetDevices:
     def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
         """Return the devices that the options name, or else those of this machine.
 
-        The option `search.gpu` is the name of a GPU, which does not have to be on this machine. The
+        The option `search.gpu` is the name of a GPU, which does not have to be on this machine, or
+        has several names with numbers; every device then counts as having the least memory. The
         option is ignored with `device=cpu` and `device=tpu`. If the run needs a GPU, but
         `search.gpu` is not set and this machine has no GPU, the GPU's type is unknown. Raises
         `ConfigError` for an unknown name.
@@ -103,8 +105,15 @@ class TargetDevices:
         on_gpu = named is not None if device_option is None else device_option.startswith("cuda")
         # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
-            name = find_gpu_rates(named, "bfloat16").name
-            usable = memory_gb if memory_gb is not None else get_usable_memory(name)
+            if is_mixed(named):
+                name = named
+                per_node = experiment.control.n_gpus_per_node or 1
+                total = int(experiment.config.get("n_nodes") or 1) * per_node
+                least = find_least_memory(named, total, per_node)
+            else:
+                name = find_gpu_rates(named, "bfloat16").name
+                least = get_usable_memory(name)
+            usable = memory_gb if memory_gb is not None else least
             return cls(
                 torch.device("cuda"),
                 name,

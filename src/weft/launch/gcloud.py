@@ -46,7 +46,8 @@ FAILURES: tuple[tuple[str, str, str], ...] = (
         r"no more capacity|insufficient (?:reserved )?capacity|stock.?out|RESOURCE_POOL_EXHAUSTED"
         r"|not enough resources|RESOURCE_EXHAUSTED|\"code\": 8\b",
         CAPACITY,
-        "add --retry to wait for it, or choose another --zone or --accelerator-type",
+        "wait for it with --retry (--retry N for more attempts), or choose another --zone or "
+        "--accelerator-type",
     ),
     (
         r"gcloud auth login|active account|reauthentication",

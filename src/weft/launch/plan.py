@@ -30,6 +30,7 @@ from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.options import read
+from weft.planner.cluster import find_cluster, is_mixed
 from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 from weft.planner.forecast import MemoryForecast, format_smaller_options
@@ -39,12 +40,14 @@ from weft.planner.placement import (
     PAIRED_TYPES,
     SearchSpec,
 )
+from weft.planner.plan_file import parse_plan
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.planner.row_lengths import RowLengths
 from weft.planner.run_plan import describe_run, group_roles_by_device
 from weft.planner.step_forecast import StepForecast, forecast_step
 
 SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
+SHOWN_DIFFERENCE = 0.1  # share by which an estimate differs from that of a plan file, to be shown
 LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
 
 
@@ -87,6 +90,9 @@ def build_plan_lines(
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
     step = forecast_run_step(experiment, target, None if data is None else data.loaded)
+    assumed = step
+    if experiment.plan and data is not None:
+        assumed = forecast_run_step(experiment, target)
     target, expected = _forecast(experiment, facts, batches, target)
     described = describe_run(
         experiment,
@@ -101,6 +107,7 @@ def build_plan_lines(
         *notes,
         *([] if step is None else step.format_lines(None if data is None else data.horizon.steps)),
         *(() if step is None else step.notes),
+        *([] if assumed is None else compare_with_plan(experiment, assumed, target)),
         *_format_verdict(experiment, target, expected),
     ]
 
@@ -126,11 +133,17 @@ def forecast_run_step(
         return None
     per_node = experiment.control.n_gpus_per_node or experiment.num_devices
     gib = target.usable / GIB
+    cluster = None
     if on_gpu:
         single = all(network.settings.dtype == "float32" for network in networks.values())
         dtype = "float32" if single else "bfloat16"
         try:
-            rates = find_gpu_rates(target.name, dtype, gib, per_node)
+            if is_mixed(target.name):
+                total = int(experiment.config.get("n_nodes") or 1) * per_node
+                cluster = find_cluster(target.name, dtype, gib, total, per_node)
+                rates = cluster.rates
+            else:
+                rates = find_gpu_rates(target.name, dtype, gib, per_node)
         except ConfigError:
             return None
     else:
@@ -159,8 +172,54 @@ def forecast_run_step(
         base = find_shared_base(experiment, role)
         if base is not None and base in networks:
             shared_roles[role] = base
-    forecast = forecast_step(experiment, networks, rates, search, written, rows, shared_roles)
+    forecast = forecast_step(
+        experiment, networks, rates, search, written, rows, cluster, shared_roles
+    )
     return replace(forecast, notes=notes)
+
+
+def name_device_type(target: TargetDevices) -> str:
+    """Return the type of the devices, such as "H100" or "cpu", whose speed is known."""
+    if target.device.type != "cuda":
+        return target.device.type
+    if is_mixed(target.name):
+        return target.name
+    return find_gpu_rates(target.name, "bfloat16").name
+
+
+def compare_with_plan(
+    experiment: Experiment, step: StepForecast, target: TargetDevices
+) -> list[str]:
+    """Return lines on estimates of the run's plan file that differ much from those of `step`.
+
+    `step` is the forecast without the run's rows, as those of the file are.
+    """
+    if not experiment.plan:
+        return []
+    source = str(experiment.config.get("allocation_mode"))
+    plan = parse_plan(experiment.plan, source)
+    lines = []
+    before, now = plan.estimates.get("device"), name_device_type(target)
+    if before is not None and before != now:
+        lines.append(f"{source}: was made for {before}, and this run is on {now}")
+    values: list[tuple[str, Any, float]] = [
+        ("step", plan.estimates.get("step_seconds"), step.step_seconds)
+    ]
+    for name, call in step.calls.items():
+        estimated = plan.calls[name].estimated if name in plan.calls else {}
+        values.append((name, estimated.get("seconds"), call.seconds))
+    changed = []
+    for name, then, seconds in values:
+        if not isinstance(then, int | float) or then <= 0:
+            continue
+        if abs(seconds - then) > SHOWN_DIFFERENCE * then:
+            changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
+    if changed:
+        lines.append(
+            f"{source}: other estimates than in the file, since it was edited or the options "
+            f"differ: {'; '.join(changed)}"
+        )
+    return lines
 
 
 def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:

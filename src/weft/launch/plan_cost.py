@@ -8,18 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
-from weft.launch.facts import TargetDevices, forecast, predict_facts
-from weft.launch.plan import build_assumed_batch, find_largest_need, forecast_run_step
-from weft.launch.resolve import resolve_run
-from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
+from weft.launch.plan import build_assumed_batch
+from weft.launch.plan_run import forecast_run
+from weft.launch.run import mark_as_planned, set_up_experiment
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
+from weft.planner.cluster import is_mixed
 from weft.planner.devices import GPUS
-from weft.planner.placement import NoPlacementFits
+from weft.planner.placement import MANUAL, SEARCH, NoPlacementFits
 
 NO_FIT = "does not fit"
 PRICE = re.compile(r"([A-Za-z0-9]+)=(\d+(?:\.\d+)?|\.\d+)")
@@ -71,6 +70,8 @@ def parse_prices(words: Sequence[str]) -> dict[str, float]:
             near = find_nearest(match[1], GPUS, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(GPUS)}"
             raise ConfigError(f"--price {word}: the speed of this GPU is not known ({hint})")
+        if name in prices:
+            raise ConfigError(f"--price {word}: the price of {name} is given twice; give it once")
         prices[name] = float(match[2])
     return prices
 
@@ -84,6 +85,11 @@ def compare_devices(
     are placed as `allocation_mode=search` does, unless layouts are set. Raises `UserError` if the
     configuration cannot be run on any device.
     """
+    if config.search.gpu is not None and is_mixed(config.search.gpu):
+        raise ConfigError(
+            f"search.gpu={config.search.gpu}: plan cost compares clusters of one kind of GPU; leave "
+            f"search.gpu out, and name the kinds with --price"
+        )
     options = []
     for gpu in prices or GPUS:
         for count in counts:
@@ -98,38 +104,25 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
         config,
         device="cuda",
         n_gpus_per_node=count,
-        allocation_mode="search" if count > 1 else "manual",
+        allocation_mode=SEARCH if count > 1 else MANUAL,
+        recover_mode="disabled",
         search=replace(config.search, gpu=gpu),
     )
-    planned = cast(RunConfig, mark_as_planned(each))
     try:
-        experiment, mode = set_up_experiment(planned, None)
-        experiment = build_with_files(planned, experiment, data=False)
-        experiment.check()
-        roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
-        target = TargetDevices.from_experiment(experiment, mode)
-        run = resolve_run(replace(experiment, roles=roles), target.device, tokenizers=False)
+        run = forecast_run(each)
     except NoPlacementFits:
         return DeviceOption(gpu, count, None, 0.0, 0.0, price, NO_FIT)
     except ConfigError as error:
         return DeviceOption(gpu, count, None, 0.0, 0.0, price, str(error))
-    experiment = run.experiment
-    facts = predict_facts(experiment, target.device, run.tokenizers)
-    batch, _ = build_assumed_batch(experiment)
-    expected = forecast(experiment, facts, [batch], target.device, capacity=target.usable)
-    needed, _ = find_largest_need(experiment, expected)
-    step = forecast_run_step(experiment, target)
-    usable = target.usable or 0.0
-    if step is None:
-        return DeviceOption(gpu, count, None, needed, usable, price, "its speed is not known")
-    if needed > usable:
-        return DeviceOption(gpu, count, None, needed, usable, price, NO_FIT)
-    return DeviceOption(gpu, count, step.step_seconds, needed, usable, price)
+    if not run.fits:
+        return DeviceOption(gpu, count, None, run.needed, run.usable, price, NO_FIT)
+    return DeviceOption(gpu, count, run.step.step_seconds, run.needed, run.usable, price)
 
 
 def describe_lengths(config: RunConfig) -> str:
     """Return a line about the lengths that the comparison assumes."""
-    experiment, _ = set_up_experiment(mark_as_planned(config), None)
+    manual = replace(config, allocation_mode=MANUAL)
+    experiment, _ = set_up_experiment(mark_as_planned(manual, needs_data=False), None)
     _, lengths = build_assumed_batch(experiment)
     return f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"
 

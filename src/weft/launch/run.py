@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from weft.data.spec import DatasetSpec
 from weft.engine.spec import JAX_COORDINATOR, ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
@@ -241,19 +242,24 @@ def plan_checked(
     return lines
 
 
-def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
+def mark_as_planned(
+    config: ExperimentConfig | Experiment, *, needs_data: bool = True
+) -> ExperimentConfig | Experiment:
     """Return a copy of the configuration in which all models have `planned=True`, for a dry run.
 
-    The weights of such models are not read. An `Experiment` is returned unchanged.
+    The weights of such models are not read. Without `needs_data`, the run need not name a dataset. An
+    `Experiment` is returned unchanged.
     """
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
-    models = {}
+    changed: dict[str, Any] = {}
     for name, value in own.items():
         if isinstance(value, ModelSpec):
-            models[name] = replace(value, planned=True)
-    return cast(ExperimentConfig, replace(config, **models))
+            changed[name] = replace(value, planned=True)
+        if isinstance(value, DatasetSpec) and not needs_data:
+            changed[name] = replace(value, planned=True)
+    return cast(ExperimentConfig, replace(config, **changed))
 
 
 def set_up_experiment(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.experiment import Experiment, Scheduling
+from weft.experiment import RUN_NAME, Experiment, Scheduling
 from weft.experiments.common import RunConfig, build_experiment
 from weft.experiments.machines import LaunchSpec
 from weft.launch.run import RunResult, check_mode, run
@@ -17,15 +17,19 @@ from weft.registry import experiments
 
 
 def build_registered(
-    name: str, trial_name: str, *, allocation_mode: str | None = None
+    name: str,
+    trial_name: str,
+    *,
+    allocation_mode: str | None = None,
+    fileroot: str | None = None,
 ) -> Experiment:
     """Return the experiment registered as `name`, with the trial name `trial_name`.
 
     The registered object can be a function that returns an `Experiment`, or a function or class
     that returns a configuration, from which the experiment is built. It can also be a class with a
     method `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`.
-    Functions and classes can be wrapped in `functools.partial`. `allocation_mode` replaces the
-    option of the same name in a configuration.
+    Functions and classes can be wrapped in `functools.partial`. `allocation_mode` and `fileroot`
+    replace the options of the same names in a configuration.
 
     Raises `ConfigError` if the name is unknown, with similar names in the message, or if the
     registered object is of any other kind. Also raises `ConfigError` if `allocation_mode` differs
@@ -36,6 +40,10 @@ def build_registered(
     experiment = thing()
     if isinstance(experiment, RunConfig):
         experiment.allocation_mode = allocation_mode or experiment.allocation_mode
+        experiment.fileroot = fileroot or experiment.fileroot
+        # A run that is resumed finds its plan by its name.
+        if RUN_NAME.fullmatch(name) and RUN_NAME.fullmatch(trial_name):
+            experiment.experiment_name, experiment.trial_name = name, trial_name
         experiment = build_experiment(experiment)
     elif inspect.isclass(_unwrap_partial(thing)):
         if not hasattr(experiment, "initial_setup"):

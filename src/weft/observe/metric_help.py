@@ -81,8 +81,8 @@ HELP = (
         "predicted/step_seconds",
         SPEED,
         "s",
-        "Predicted wall time of a step with rows of average length. The same in all steps; `step_seconds` "
-        "is the measured value.",
+        "Predicted wall time of a step with rows of average length; `step_seconds` is the measured value. "
+        "From the second step on with host functions, as long as they took so far (median).",
         "Near `step_seconds`. Missing if the speed of the device or of the models is not known.",
     ),
     MetricHelp(
@@ -111,8 +111,8 @@ HELP = (
         "predicted/*",
         SPEED,
         "s",
-        "Predicted wall time of one call with rows of average length; next to `time/{call}`. Host "
-        "functions are not predicted.",
+        "Predicted wall time of one call with rows of average length, or of a host function: its median in "
+        "past steps. Next to `time/{call}`.",
         "Near the measured value.",
     ),
     MetricHelp(

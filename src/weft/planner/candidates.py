@@ -6,12 +6,27 @@ A range is within one machine or consists of whole machines. The functions are p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from weft.topology import Layout, Mesh
 
 # Fewest tokens of a sequence on each of the ranks that share it: with fewer, the exchange of keys
 # and values takes longer than what it saves.
 LEAST_CONTEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class PlacementUnit:
+    """Group of calls that are placed on the same mesh.
+
+    The group consists either of all calls that train a role, or of a single call that does not
+    train. `meshes` are the candidate meshes from which the search chooses one.
+    """
+
+    role: str
+    calls: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+    trains: bool = False
 
 
 def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
@@ -34,7 +49,7 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
         if nodes > 1:
             for start in range(0, num_nodes * per_node - size + 1, size):
                 yield tuple(range(start, start + size))
-    if num_devices % per_node:
+    if num_devices % per_node and num_devices not in _list_sizes(per_node):
         yield tuple(range(num_devices))
 
 
@@ -85,9 +100,7 @@ def list_meshes(
     for ranks in list_ranges(num_devices, per_node):
         size = len(ranks)
         if size not in layouts:
-            each = list_layouts(
-                size, per_node, max_context=max_context, num_experts=num_experts
-            )
+            each = list_layouts(size, per_node, max_context=max_context, num_experts=num_experts)
             usable = dict.fromkeys(allowed(layout) for layout in each)
             layouts[size] = [layout for layout in usable if layout is not None]
         meshes += [Mesh(layout, ranks) for layout in layouts[size]]

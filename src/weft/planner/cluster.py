@@ -9,26 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from weft.errors import ConfigError
-from weft.planner.devices import DeviceRates
+from weft.errors import ConfigError, find_nearest
+from weft.planner.devices import GPUS, DeviceRates, find_gpu_rates, get_usable_memory
 
-# Speeds and sizes of `DeviceRates`: of several kinds of device the smallest counts, or the largest
+# What devices of several kinds have in common: the slowest links and the smallest memory
 SMALLEST = (
-    "flops",
-    "memory_bandwidth",
     "link_bandwidth",
     "network_bandwidth",
+    "host_bandwidth",
     "capacity",
     "most_sequences",
-    "attention_share",
 )
-LARGEST = ("latency", "launch", "dispatch", "call", "elementwise")
+LARGEST = ("latency", "dispatch", "call")
 RULE = "write GPU:NUMBER for each kind, in the order of the devices, such as H100:8,A100:8"
 
 
 @dataclass(frozen=True)
-class DeviceGroup:
+class ClusterGroup:
     """Devices of one kind with consecutive ranks: their rates, their first rank and their number."""
 
     rates: DeviceRates
@@ -37,15 +36,15 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DeviceCluster:
     """Devices of a run, which may be of several kinds; each machine has one kind."""
 
-    groups: tuple[DeviceGroup, ...]
+    groups: tuple[ClusterGroup, ...]
 
     @classmethod
-    def of_one_kind(cls, rates: DeviceRates, num_devices: int) -> Cluster:
+    def build_from_one_kind(cls, rates: DeviceRates, num_devices: int) -> DeviceCluster:
         """Return the cluster of `num_devices` equal devices."""
-        return cls((DeviceGroup(rates, 0, num_devices),))
+        return cls((ClusterGroup(rates, 0, num_devices),))
 
     def find_kinds(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the groups to which devices belong.
@@ -64,34 +63,27 @@ class Cluster:
                     break
         return tuple(sorted(kinds))
 
-    def combine_rates(self, kinds: Iterable[int]) -> DeviceRates:
-        """Return the rates at which devices of several groups work together."""
-        return combine_rates([self.groups[kind].rates for kind in kinds])
+    def list_rates(self, kinds: Iterable[int]) -> tuple[DeviceRates, ...]:
+        """Return the rates of each of several groups whose devices work together.
+
+        They differ in their computation only: links and memory are those of the slowest and smallest
+        devices, and names are those of all kinds.
+        """
+        chosen = [self.groups[kind].rates for kind in kinds]
+        if all(each == chosen[0] for each in chosen):
+            return (chosen[0],)
+        common: dict[str, Any] = {}
+        for choose, names in ((min, SMALLEST), (max, LARGEST)):
+            for name in names:
+                common[name] = choose(getattr(each, name) for each in chosen)
+        for name in ("name", "basis"):
+            common[name] = " and ".join(dict.fromkeys(getattr(each, name) for each in chosen))
+        return tuple(replace(each, **common) for each in chosen)
 
     @property
     def rates(self) -> DeviceRates:
-        """Rates of all devices together, with the names of all kinds."""
-        return self.combine_rates(range(len(self.groups)))
-
-
-def combine_rates(rates: Sequence[DeviceRates]) -> DeviceRates:
-    """Return the rates at which devices of different kinds work together.
-
-    Speeds, links and memory are those of the slowest and smallest. A profile is used only if it is
-    that of all of them.
-    """
-    first = rates[0]
-    if all(each == first for each in rates):
-        return first
-    combined = {}
-    for choose, names in ((min, SMALLEST), (max, LARGEST)):
-        for name in names:
-            combined[name] = choose(getattr(each, name) for each in rates)
-    names = list(dict.fromkeys(each.name for each in rates))
-    bases = list(dict.fromkeys(each.basis for each in rates))
-    return replace(
-        first, **combined, name=" and ".join(names), basis=" and ".join(bases), profile=None
-    )
+        """Rates of the slowest group, with the links and the memory that all have in common."""
+        return min(self.list_rates(range(len(self.groups))), key=lambda rates: rates.flops)
 
 
 def is_mixed(gpu: str | None) -> bool:
@@ -129,11 +121,41 @@ def parse_gpus(gpu: str, num_devices: int, per_node: int) -> list[tuple[str, int
     return groups
 
 
-def build_cluster(groups: Sequence[tuple[DeviceRates, int]]) -> Cluster:
+def build_cluster(groups: Sequence[tuple[DeviceRates, int]]) -> DeviceCluster:
     """Return the cluster of consecutive groups of devices, each with its rates and its number."""
     built = []
     first = 0
     for rates, count in groups:
-        built.append(DeviceGroup(rates, first, count))
+        built.append(ClusterGroup(rates, first, count))
         first += count
-    return Cluster(tuple(built))
+    return DeviceCluster(tuple(built))
+
+
+def find_cluster(
+    gpu: str, dtype: str, memory_gb: float | None, num_devices: int, per_node: int
+) -> DeviceCluster:
+    """Return the cluster that a value of `search.gpu` names, such as `H100:8,A100:8`.
+
+    `dtype` and `memory_gb` are those of `find_gpu_rates`. Raises `ConfigError` for an unknown GPU,
+    and for numbers as `parse_gpus` does.
+    """
+    groups = []
+    for name, count in parse_gpus(gpu, num_devices, per_node):
+        if is_mixed(gpu) and name.lower() not in {known.lower() for known in GPUS}:
+            close = find_nearest(name, GPUS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(GPUS)}"
+            raise ConfigError(
+                f"search.gpu={gpu!r}: the speed of {name} is not known; give the GPU that is most "
+                f"like it ({hint})"
+            )
+        groups.append((find_gpu_rates(name, dtype, memory_gb, per_node), count))
+    return build_cluster(groups)
+
+
+def find_least_memory(gpu: str, num_devices: int, per_node: int) -> float:
+    """Return the memory that a run can use on every GPU of a cluster, in GiB.
+
+    Raises `ConfigError` as `find_cluster` does.
+    """
+    cluster = find_cluster(gpu, "bfloat16", None, num_devices, per_node)
+    return min(get_usable_memory(group.rates.name) for group in cluster.groups)

@@ -6,6 +6,7 @@ of operations and bytes and from the rates of the device. The functions are pure
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,16 +31,21 @@ INNER_TRAFFIC = 4
 ELEMENTWISE_KERNELS = 6  # norms, residual sums, rotation and activation of a layer
 FUSED_KERNELS = 3  # if sums were fused into norms and the rotation into attention
 LOGIT_TRAFFIC = 12  # bytes read and written of each logit, which is float32
+# Excess of the busiest expert's tokens over the mean, where a loss balances the experts: an assumption,
+# in the range that Wang et al. 2024 report (arXiv:2408.15664). Of a rank with n experts it is 1 / sqrt(n).
+EXPERT_EXCESS = 0.6
 STEP_SECONDS = 3e-4  # host time between two decode steps
 BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
-PARTS = ("products", "memory", "messages", "overhead", "bubble")
+PARTS = ("products", "memory", "messages", "overhead", "bubble", "offload", "preemption")
 
 
 class CallCost(NamedTuple):
     """Seconds by what takes them.
 
     `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
-    packing and passing calls on, and `bubble` the time in which a pipeline stage has no work.
+    packing and passing calls on, `bubble` the time in which a pipeline stage has no work, and
+    `offload` that of copies to host memory and back, and of updates there, which nothing hides.
+    `preemption` is the time to compute again what sequences had computed before they were preempted.
     """
 
     products: float = 0.0
@@ -47,6 +53,8 @@ class CallCost(NamedTuple):
     messages: float = 0.0
     overhead: float = 0.0
     bubble: float = 0.0
+    offload: float = 0.0
+    preemption: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -102,6 +110,7 @@ class ComputeTimes:
         self._network = network
         self._rates = rates
         self._tensor = layout.tensor
+        self._expert = layout.expert
         # Parts of a network are decoded module by module.
         self._decoding = "modules" if layout.tensor * layout.pipeline > 1 else "plain"
         if network.has_adapters:
@@ -129,7 +138,7 @@ class ComputeTimes:
         key = (self._network, self._tensor, size, rates.threads_used, rates.slowdown)
         if self._profile is None:
             if rates.kernels is not None:
-                return self._estimate_kernels(rates.kernels, size, SUSTAINED_SHARE)
+                return self._estimate_kernels(rates.kernels, size)
             return self._estimate_pass(size)
         assert rates.profile is not None
         memo = rates.profile.memo
@@ -155,7 +164,7 @@ class ComputeTimes:
         if not size.trains:
             return PassCost(slower.add(launch), CallCost(), head)
         # The gradients of activations cost a forward pass, those of trained weights a share of one.
-        gradients = self._compute_gradient_share()
+        gradients = network.gradient_share
         backward = slower.multiply(1.0 + gradients).add(launch.multiply(BACKWARD_LAUNCHES))
         backward = backward.multiply(self._trained_layers)
         return PassCost(
@@ -163,17 +172,18 @@ class ComputeTimes:
         )
 
     def _estimate_kernels(
-        self, kernels: GpuKernels, size: PassSize, reached: float = 1.0
+        self, kernels: GpuKernels, size: PassSize, *, generates: bool = False
     ) -> PassCost:
         """Return the cost of a micro-batch from the times of a GPU's kernels.
 
-        `reached` is the share of their rates that kernels bound by operations reach.
+        Passes of a generator over prompts are short.
         """
         network, rates = self._network, self._rates
         shape = network.shape
         width = network.element_bytes
         share = 1.0 / self._tensor
-        products = self._time_products(kernels, size.tokens)
+        reached = 1.0 if generates else SUSTAINED_SHARE
+        products = self._time_products(kernels, size.tokens, generates=generates)
         attention = kernels.time_attention(size.tokens, size.length, shape.query * share)
         elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
         traffic = kernels.time_traffic(elements * width * size.tokens, ELEMENTWISE_KERNELS)
@@ -187,7 +197,7 @@ class ComputeTimes:
         )
         if not size.trains:
             return PassCost(forward, CallCost(), head)
-        gradients = self._compute_gradient_share()
+        gradients = network.gradient_share
         backward = _sum_kernels(*products, reached=reached).multiply(1.0 + gradients)
         backward = backward.add(
             _sum_kernels(attention, reached=reached).multiply(BACKWARD_ATTENTION),
@@ -198,8 +208,13 @@ class ComputeTimes:
         backward = backward.multiply(self._trained_layers)
         return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
 
-    def _time_products(self, kernels: GpuKernels, rows: float) -> list[KernelTime]:
-        """Return the times of the matrix products of a layer for `rows` tokens."""
+    def _time_products(
+        self, kernels: GpuKernels, rows: float, *, generates: bool = False
+    ) -> list[KernelTime]:
+        """Return the times of the matrix products of a layer for `rows` tokens.
+
+        A generator has gathered the experts of other ranks.
+        """
         network = self._network
         shape = network.shape
         width = network.element_bytes
@@ -210,6 +225,11 @@ class ComputeTimes:
             chosen = network.chosen_experts
             inner, rows_inner = inner / chosen, rows * chosen
             experts = network.experts * (1.0 - (1.0 - chosen / network.experts) ** rows)
+            # A rank has some of the experts, for the tokens of all ranks; the others wait for the
+            # busiest one.
+            if not generates:
+                experts /= self._expert
+                rows_inner *= compute_expert_imbalance(network.experts, self._expert)
         else:
             rows_inner = rows
         return [
@@ -229,13 +249,6 @@ class ComputeTimes:
         """Share of the layers through which the backward pass goes."""
         layers = self._network.shape.layers
         return (layers - self._network.frozen_layers) / max(1, layers)
-
-    def _compute_gradient_share(self) -> float:
-        """Return the share of a layer's weights that have gradients, where the backward pass goes."""
-        network = self._network
-        if network.frozen_layers or not network.has_adapters:
-            return 1.0
-        return network.num_trained / network.shape.parameters
 
     def _read_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
@@ -319,7 +332,7 @@ class ComputeTimes:
         cache = batch * context * 2 * shape.key * width * share
         elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
         block = _sum_kernels(
-            *self._time_products(kernels, batch),
+            *self._time_products(kernels, batch, generates=True),
             kernels.time_cache_attention(cache, 4 * batch * context * shape.query * share),
             kernels.time_traffic(elements * width * batch, FUSED_KERNELS),
         ).add(CallCost(overhead=(ELEMENTWISE_KERNELS - FUSED_KERNELS) * ELEMENTWISE_SECONDS))
@@ -339,7 +352,7 @@ class ComputeTimes:
         if self._profile is None:
             size = PassSize(tokens, length, sequences, trains=False)
             if self._rates.kernels is not None:
-                cost = self._estimate_kernels(self._rates.kernels, size)
+                cost = self._estimate_kernels(self._rates.kernels, size, generates=True)
             else:
                 cost = self._estimate_pass(size)
             return cost.block, cost.ends
@@ -355,3 +368,10 @@ def _sum_kernels(*times: KernelTime, reached: float = 1.0) -> CallCost:
     """
     products = sum(each.products for each in times)
     return CallCost(products / reached, sum(each.memory for each in times))
+
+
+def compute_expert_imbalance(experts: int, ranks: int) -> float:
+    """Return the rows of the busiest of `ranks` expert-parallel ranks, relative to the mean."""
+    if ranks == 1:
+        return 1.0
+    return 1.0 + EXPERT_EXCESS / math.sqrt(experts / ranks)

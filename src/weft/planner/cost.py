@@ -2,9 +2,9 @@
 
 The duration of a computation comes from a profile or from the rates of the device
 (`weft.planner.compute_times`). This module adds what the layout brings: micro-batches, messages,
-pipeline stages and steps of generation. Nothing is assumed to overlap within a call. Some costs are
-left out because they are small in comparison, or equal for all layouts: data sent between devices,
-and host functions. The functions are pure.
+pipeline stages, steps of generation, copies to host memory, and the batch that the call reads. On
+GPUs, messages of sharded weights and copies overlap with computation; nothing else does within a
+call. Host functions are not part of a call. The functions are pure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
 from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.decoding import plan_decoding
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
 from weft.planner.messages import (
@@ -23,12 +24,18 @@ from weft.planner.messages import (
     estimate_shard_messages,
     list_group,
 )
+from weft.planner.offload import (
+    estimate_host_updates,
+    estimate_state_copies,
+    estimate_weight_copies,
+)
 from weft.planner.overlaps import compute_lacked_elements
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
+# Bytes per second at which a process gets a batch from another: pickled, over sockets
+BATCH_BANDWIDTH = 1e9
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
-SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,9 @@ class CallWorkload:
             how unequally data-parallel ranks share them; empty: equally.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
+        cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
+        batch_bytes: Size of the batch that the call reads.
+        offloads: What is in host memory between the role's calls, of "weights" and "optimizer".
     """
 
     method: str
@@ -75,6 +85,9 @@ class CallWorkload:
     repeats_head: bool = False
     batches: tuple[RowBatch, ...] = ()
     attended_length: float | None = None
+    cache_bytes: int | None = None
+    batch_bytes: float = 0.0
+    offloads: frozenset[str] = frozenset()
 
     @property
     def sequence_length(self) -> int:
@@ -98,6 +111,12 @@ class CallWorkload:
         """True if the call trains a model."""
         return self.method == "train_step"
 
+    def count_microbatches(self, layout: Layout) -> int:
+        """Return the number of micro-batches of a data-parallel rank, per optimizer step."""
+        ranks = layout.data * layout.context
+        updates = self.num_updates if self.trains else 1
+        return max(1, math.ceil(self.num_tokens / ranks / updates / self.microbatch))
+
     def count_computed_tokens(self, network: DecoderSizes) -> float:
         """Return the number of tokens that a pass computes, without those of shared prefixes."""
         if not network.shares_prefixes:
@@ -114,7 +133,9 @@ class CallEstimate:
     """Estimated time of a call, and its parts in seconds.
 
     The parts are "products", "memory" (reads and writes), "messages", "overhead" (starting kernels,
-    packing, passing calls on) and "bubble" (waiting of pipeline stages).
+    packing, passing calls on), "bubble" (waiting of pipeline stages), "offload" (copies to host
+    memory and back that nothing hides, and updates there) and "preemption" (what sequences that were
+    preempted compute again).
     """
 
     seconds: float
@@ -152,14 +173,39 @@ def estimate_call(
 def _estimate_cost(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> CallCost:
-    times = ComputeTimes(network, rates, mesh.layout)
+    layout = mesh.layout
+    times = ComputeTimes(network, rates, layout)
+    offload = 0.0
     if load.method == "generate":
-        return _estimate_generation(network, load, mesh, rates, times)
-    if not load.trains:
-        return _estimate_passes(network, load, mesh, rates, times)
-    update = _estimate_update(network, mesh, rates, times)
-    once = _estimate_passes(network, load, mesh, rates, times)
-    return once.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
+        cost = first = _estimate_generation(network, load, mesh, rates, times)
+    elif not load.trains:
+        cost = first = _estimate_passes(network, load, mesh, rates, times)
+    else:
+        first = _estimate_passes(network, load, mesh, rates, times)
+        update = _estimate_update(network, mesh, rates, times)
+        updates = load.num_updates * load.num_epochs
+        if network.settings.offload_optimizer:
+            parts = load.count_microbatches(layout)
+            computed = first.seconds / load.num_updates
+            offload += updates * estimate_host_updates(network, layout, rates, parts, computed)
+            update = CallCost(messages=update.messages)
+        elif "optimizer" in load.offloads:
+            offload += estimate_state_copies(network, layout, rates, update.seconds)
+        cost = first.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
+    if "weights" in load.offloads and network.settings.weights_leave:
+        offload += estimate_weight_copies(network, layout, rates, first.seconds, trains=load.trains)
+    return cost.add(CallCost(messages=_estimate_batch(load, mesh), offload=offload))
+
+
+def _estimate_batch(load: CallWorkload, mesh: Mesh) -> float:
+    """Return the seconds in which each data-parallel rank gets its part of the call's batch.
+
+    The parts are in the processes of the calls that made them. Only the first device has its own
+    process for certain: in a run on one device, nothing is sent.
+    """
+    if mesh.ranks == (0,):
+        return 0.0
+    return load.batch_bytes / mesh.layout.data / BATCH_BANDWIDTH
 
 
 def estimate_transfer_seconds(
@@ -206,7 +252,7 @@ def _estimate_passes(
         computed *= tokens
         read *= 1.0 if network.scores else answers
     # Micro-batches are filled by the tokens of whole sequences, also of prompts that are shared.
-    parts = max(1, math.ceil(load.num_tokens / ranks / updates / load.microbatch))
+    parts = load.count_microbatches(layout)
     size = PassSize(
         tokens=computed / parts,
         length=load.attended_length or load.sequence_length,
@@ -266,7 +312,13 @@ def _run_stages(
         slowest = max(ends, others, key=lambda cost: cost.seconds)
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
-    waiting = (whole.seconds - slowest.seconds) / layout.stages_per_rank
+    waiting = whole.seconds - slowest.seconds
+    if size.trains and network.splits_backward:
+        # Gradients of weights are computed while a rank would wait, and do not keep others waiting.
+        share = network.gradient_share / (1.0 + network.gradient_share)
+        weights = layers * pass_cost.block_backward.seconds * share
+        waiting = max(0.0, waiting - 2 * weights * (1.0 - 1.0 / layout.pipeline))
+    waiting /= layout.stages_per_rank
     return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
 
 
@@ -275,15 +327,14 @@ def _estimate_update(
 ) -> CallCost:
     """Return the cost of summing gradients over copies and of one optimizer step."""
     layout = mesh.layout
-    # Gradients of one rank's part of the network
-    parts = layout.tensor * layout.pipeline
-    trained = network.num_trained / parts
+    trained = network.count_stored_parameters(layout, trainable=True)
+    if not network.settings.trained:
+        trained = 0.0
     seconds = 0.0
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
-        group = list_group(mesh, "copies")
-        seconds += rates.time_sum(trained * WIDE / layout.fsdp, group, copies)
-    return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
+        seconds += rates.time_sum(trained * WIDE, list_group(mesh, "copies"), copies)
+    return times.compute_update(trained).add(CallCost(messages=seconds))
 
 
 def _estimate_generation(
@@ -292,65 +343,86 @@ def _estimate_generation(
     """Return the cost of computing the prompts and decoding all sequences.
 
     The longest answer determines the number of decode steps, and the batch shrinks as answers end.
+    If the KV cache is too small for all sequences, they decode in turn, and what preempted sequences
+    had computed is computed again.
     """
     layout = mesh.layout
     shape = network.shape
     ranks = layout.data * layout.context
     own = math.ceil(load.num_sequences / ranks)
-    prompts = own / load.samples
-    tokens = prompts * load.prompt_tokens
-    states = network.element_bytes * shape.hidden
+    decoding = plan_decoding(
+        own,
+        min(own, rates.most_sequences),
+        prompt=load.prompt_tokens,
+        mean=load.new_tokens,
+        longest=load.longest_answer,
+        samples=load.samples,
+        room=_count_cache_tokens(network, load, layout, rates),
+    )
     # Equal prompts are computed once.
-    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
-    cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
-    if layout.tensor > 1:
-        sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, list_group(mesh, "tensor"), layout.tensor)
-        seconds *= times.get_factor("tensor")
-        cost = cost.add(CallCost(messages=seconds))
-    if layout.fsdp > 1:
+    prompts = own / load.samples * load.prompt_tokens
+    cost = _estimate_prompts(network, load, mesh, rates, times, prompts)
+    if decoding.computed_again:
+        whole = prompts + decoding.computed_again
+        repeated = _estimate_prompts(network, load, mesh, rates, times, whole)
+        cost = cost.add(CallCost(preemption=max(0.0, repeated.seconds - cost.seconds)))
+    if layout.fsdp > 1 or layout.expert > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
-        gathered = rates.time_gather(whole, list_group(mesh, "fsdp"), layout.fsdp)
+        size = max(layout.fsdp, layout.expert)
+        kind = "fsdp" if size == layout.fsdp else "expert"
+        gathered = rates.time_gather(whole, list_group(mesh, kind), size)
         cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
-    together = min(own, rates.most_sequences)
-    for steps, batch, context in list_decode_steps(load, own, together):
+    for steps, batch, context in decoding.steps:
         # Pipeline stages decode groups of the sequences in turn.
-        group = batch / layout.pipeline
-        block, rest = times.compute_decode(group, context)
+        group_size = batch / layout.pipeline
+        block, rest = times.compute_decode(group_size, context)
         step = block.multiply(shape.layers).add(rest)
-        seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
+        seconds = estimate_decode_messages(network, group_size, mesh, rates)
+        seconds *= times.get_factor("decode")
         if layout.pipeline > 1:
-            sent = rates.time_send(group * states, list_group(mesh, "pipeline"))
+            states = group_size * network.element_bytes * shape.hidden
+            sent = rates.time_send(states, list_group(mesh, "pipeline"))
             seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
 
 
-def list_decode_steps(
-    load: CallWorkload, sequences: int, together: int
-) -> list[tuple[float, float, float]]:
-    """Return groups of decode steps as (number of steps, mean batch, mean tokens before a token).
+def _estimate_prompts(
+    network: DecoderSizes,
+    load: CallWorkload,
+    mesh: Mesh,
+    rates: DeviceRates,
+    times: ComputeTimes,
+    tokens: float,
+) -> CallCost:
+    """Return the cost of computing `tokens` tokens of prompts on each data-parallel rank."""
+    layout = mesh.layout
+    own = math.ceil(load.num_sequences / layout.data / layout.context)
+    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
+    layers = network.shape.layers / layout.pipeline
+    cost = block.multiply(layers).add(rest.multiply(1.0 / layout.pipeline))
+    if layout.tensor > 1:
+        states = tokens * network.element_bytes * network.shape.hidden
+        seconds = rates.time_sum(states, list_group(mesh, "tensor"), layout.tensor)
+        seconds *= 2 * layers * times.get_factor("tensor")
+        cost = cost.add(CallCost(messages=seconds))
+    return cost
 
-    `sequences` are decoded, at most `together` of them at a time. While others wait, the batch is
-    full. Then answers end one after another: with a mean m and a longest answer of n tokens, the
-    share of answers that are longer than t tokens is taken as 1 - (t / n)^(m / (n - m)), whose
-    integral is m.
-    """
-    mean = load.new_tokens
-    longest = max(load.longest_answer or mean, mean)
-    steps = []
-    if sequences > together:
-        full = (sequences - together) * mean / together
-        steps.append((full, float(together), load.prompt_tokens + mean / 2))
-    each = longest / SAMPLED_STEPS
-    for number in range(SAMPLED_STEPS):
-        position = (number + 0.5) * each
-        alive = 1.0
-        if longest > mean:
-            alive = 1.0 - (position / longest) ** (mean / (longest - mean))
-        steps.append((each, max(1.0, together * alive), load.prompt_tokens + position))
-    return steps
+
+def _compute_cache_bytes(load: CallWorkload, rates: DeviceRates) -> int:
+    """Return the maximum size of the KV cache of a generation on one device."""
+    return int(CACHE_SHARE * rates.capacity) if load.cache_bytes is None else load.cache_bytes
+
+
+def _count_cache_tokens(
+    network: DecoderSizes, load: CallWorkload, layout: Layout, rates: DeviceRates
+) -> int:
+    """Return the number of tokens for which a device has room in its KV cache."""
+    shape = network.shape
+    parts = layout.tensor * layout.pipeline
+    token = 2 * shape.layers * shape.key * network.element_bytes / parts
+    return int(_compute_cache_bytes(load, rates) / token)
 
 
 # -- memory
@@ -372,11 +444,10 @@ def estimate_role_memory(
     # Sizes of one device's shard of the network.
     whole = network.shape
     t = layout.tensor
-    parts = t * layout.pipeline
     shape = replace(
         whole,
-        parameters=math.ceil(whole.parameters / parts / layout.fsdp),
-        trainable=math.ceil(whole.trainable / parts / layout.fsdp),
+        parameters=math.ceil(network.count_stored_parameters(layout)),
+        trainable=math.ceil(network.count_stored_parameters(layout, trainable=True)),
         layers=math.ceil(whole.layers / layout.pipeline),
         query=whole.query // t,
         key=max(whole.key // t, 1),
@@ -396,7 +467,7 @@ def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallD
         together = min(own, rates.most_sequences)
         return CallDemand(
             cache_tokens=together * load.longest_sequence,
-            cache_limit=int(CACHE_SHARE * rates.capacity),
+            cache_limit=_compute_cache_bytes(load, rates),
             sequences=together,
         )
     tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))

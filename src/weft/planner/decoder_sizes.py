@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from weft.engine.spec import ModelSpec
+from weft.parallel.schedule import SPLIT_BACKWARD_KINDS
 from weft.planner.memory import (
     BYTES,
     MemorySettings,
@@ -15,6 +16,7 @@ from weft.planner.memory import (
     list_adapted_sizes,
 )
 from weft.planner.profile import ShapeKey
+from weft.topology import Layout
 
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
@@ -38,6 +40,8 @@ class DecoderSizes:
         frozen_layers: Number of the first layers that are frozen; the backward pass ends before
             them. The embedding is then frozen too.
         scores: True if only one row of each sequence is read, as by a reward model.
+        splits_backward: True if pipeline stages compute the gradients of weights apart from those of
+            activations, to fill the time in which they would wait.
         shares_prefixes: True if the network computes a prefix once that several sequences share.
     """
 
@@ -50,6 +54,7 @@ class DecoderSizes:
     frozen_layers: int = 0
     scores: bool = False
     shares_prefixes: bool = True
+    splits_backward: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -65,6 +70,36 @@ class DecoderSizes:
     def has_adapters(self) -> bool:
         """True if the role has adapters or a prefix on frozen weights."""
         return self.shape.trainable < self.shape.parameters and not self.frozen_layers
+
+    @property
+    def gradient_share(self) -> float:
+        """Share of the weights that have gradients, in layers through which the backward pass goes."""
+        if self.frozen_layers or not self.has_adapters:
+            return 1.0
+        return self.num_trained / self.shape.parameters
+
+    @property
+    def expert_elements(self) -> int:
+        """Number of weights of all experts of a layer."""
+        if not self.experts:
+            return 0
+        columns = 3 if self.shape.gated else 2
+        return columns * self.shape.hidden * self.shape.inner // self.chosen_experts * self.experts
+
+    def count_stored_parameters(self, layout: Layout, *, trainable: bool = False) -> float:
+        """Return the number of parameters that a device stores, or those of them that are trained.
+
+        Experts are divided over other ranks than the rest of a network. Trained adapters count as
+        if they were divided like the rest.
+        """
+        shape = self.shape
+        whole = shape.trainable if trainable else shape.parameters
+        experts = shape.layers * self.expert_elements * whole / shape.parameters
+        if trainable and self.has_adapters:
+            experts = 0.0
+        parts = layout.tensor * layout.pipeline
+        copies = layout.expert * layout.expert_shards
+        return (whole - experts) / parts / layout.fsdp + experts / parts / copies
 
     @property
     def late(self) -> int:
@@ -151,6 +186,7 @@ def build_decoder_sizes(
         chosen_experts=1 if experts is None else experts.top_k,
         frozen_layers=frozen if spec.trained and not spec.has_adapters else 0,
         scores=spec.head == "score",
+        splits_backward=spec.pipeline_schedule in SPLIT_BACKWARD_KINDS,
         shares_prefixes=_can_share_prefixes(spec, config, on_gpu=on_gpu),
     )
 

@@ -6,20 +6,48 @@ class. The functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import DeviceCluster
+from weft.planner.cost import CallEstimate
+from weft.planner.devices import DeviceRates
 from weft.topology import Layout, Mesh
-
-if TYPE_CHECKING:
-    from weft.planner.problem import PlacementProblem
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+
+
+class PlacementCosts(Protocol):
+    """Data and estimates behind scores of placements (see `weft.planner.problem`).
+
+    `unit_of` maps calls to the indices of their units, `home` roles to those of the units whose
+    meshes own their weights, and `devices` has the kinds of devices.
+    """
+
+    units: Sequence[PlacementUnit]
+    order: Sequence[str]
+    producers: Mapping[str, Sequence[str]]
+    rates: DeviceRates
+    num_devices: int
+    max_staleness: int
+    shared_roles: Mapping[str, str]
+    unit_of: dict[str, int]
+    home: dict[str, int]
+    devices: DeviceCluster
+
+    def is_trained(self, role: str) -> bool: ...
+    def count_processes(self, size: int, started: int) -> tuple[int, int]: ...
+    def estimate_call(self, call: str, mesh: Mesh, started: int) -> CallEstimate: ...
+    def estimate_transfer(self, role: str, source: Mesh, target: Mesh) -> float: ...
+    def estimate_memory(
+        self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool, shared: bool
+    ) -> tuple[int, int]: ...
 
 
 class MeshTable:
@@ -39,7 +67,7 @@ class MeshTable:
         is_adjacent: True if the ranks of the mesh are adjacent.
     """
 
-    def __init__(self, problem: PlacementProblem) -> None:
+    def __init__(self, problem: PlacementCosts) -> None:
         self.meshes = list(dict.fromkeys(mesh for unit in problem.units for mesh in unit.meshes))
         self.number_of = {mesh: number for number, mesh in enumerate(self.meshes)}
         self.examples: list[Mesh] = []
@@ -97,7 +125,7 @@ def find_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _describe_position(
-    problem: PlacementProblem, ranks: tuple[int, ...], runs: Sequence[tuple[int, int]]
+    problem: PlacementCosts, ranks: tuple[int, ...], runs: Sequence[tuple[int, int]]
 ) -> object:
     """Return a value that is equal for positions on which a call with the same layout costs the same."""
     if len(runs) > 1:
@@ -114,7 +142,7 @@ class TransferTable:
     They depend on both classes, and on how the meshes lie relative to each other.
     """
 
-    def __init__(self, problem: PlacementProblem, table: MeshTable, role: str) -> None:
+    def __init__(self, problem: PlacementCosts, table: MeshTable, role: str) -> None:
         self._problem = problem
         self._table = table
         self._role = role
@@ -141,12 +169,14 @@ class TransferTable:
         per_node = self._problem.rates.per_node
         low, stop = table.starts[sources, 0], table.ends[sources]
         begin, end = table.starts[targets, 0], table.ends[targets]
-        overlaps = (low < end) & (begin < stop)
-        on_one_node = np.minimum(low, begin) // per_node == (np.maximum(stop, end) - 1) // per_node
+        # Where they lie relative to each other matters if they use the same machine.
+        meets = (low // per_node <= (end - 1) // per_node) & (
+            begin // per_node <= (stop - 1) // per_node
+        )
         span = int(table.ends.max())
-        relation = np.where(overlaps, begin - low + span + 2, on_one_node)
+        relation = np.where(meets, begin - low + span + 1, 0)
         classes = table.classes[sources] * len(table.examples) + table.classes[targets]
-        keys = classes * (2 * span + 4) + relation
+        keys = classes * (2 * span + 2) + relation
         # Meshes with gaps have no position that can be compared.
         adjacent = table.is_adjacent[sources] & table.is_adjacent[targets]
         return np.where(adjacent, keys, -1 - (sources * len(table.meshes) + targets))

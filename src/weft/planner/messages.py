@@ -5,7 +5,7 @@ The functions are pure.
 
 from __future__ import annotations
 
-from weft.planner.compute_times import PassSize
+from weft.planner.compute_times import PassSize, compute_expert_imbalance
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE
@@ -16,7 +16,9 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
     """Return the ranks of a group of a mesh: the one that has the first rank.
 
     `kind` is "tensor", "context", "fsdp" (ranks that share one sharded copy), "copies" (ranks with
-    the same part of the network) or "pipeline" (the first stage's rank and the next one's).
+    the same part of the network), "expert" (ranks among which the experts are divided), "expert fsdp"
+    (ranks that share one copy of the same experts) or "pipeline" (the first stage's rank and the
+    next one's).
     """
     layout = mesh.layout
     row = layout.tensor * layout.context
@@ -31,6 +33,10 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
             rows = range(0, row * layout.data, row * layout.fsdp)
             contexts = range(0, row, layout.tensor)
             return tuple(mesh.ranks[first + number] for first in rows for number in contexts)
+        case "expert":
+            return mesh.ranks[: row * layout.expert : row]
+        case "expert fsdp":
+            return mesh.ranks[: row * layout.expert * layout.expert_shards : row * layout.expert]
     return mesh.ranks[: row * layout.data + 1 : row * layout.data]
 
 
@@ -39,8 +45,8 @@ def estimate_pass_messages(
 ) -> float:
     """Return the seconds of a micro-batch's messages on one rank.
 
-    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
-    that pipeline stages send. `factor` corrects the time of the sums.
+    These are sums of tensor parallelism, keys and values of context parallelism, rows for the experts
+    of other ranks, and hidden states that pipeline stages send. `factor` corrects the time of the sums.
     """
     layout = mesh.layout
     shape = network.shape
@@ -63,10 +69,23 @@ def estimate_pass_messages(
         rounds = 3 if size.trains else 1
         sent = rates.time_send(kv, list_group(mesh, "context"))
         seconds += layers * rounds * (layout.context - 1) * sent
+    if layout.expert > 1:
+        # To the experts and back, in each pass
+        seconds += layers * passes * 2 * estimate_expert_exchange(network, size.tokens, mesh, rates)
     if layout.pipeline > 1:
         count = layout.stages_per_rank * (2 if size.trains else 1)
         seconds += count * rates.time_send(states, list_group(mesh, "pipeline"))
     return seconds
+
+
+def estimate_expert_exchange(
+    network: DecoderSizes, tokens: float, mesh: Mesh, rates: DeviceRates
+) -> float:
+    """Return the seconds in which ranks send the rows of `tokens` tokens to the experts of a layer."""
+    size = mesh.layout.expert
+    rows = tokens * network.chosen_experts * compute_expert_imbalance(network.experts, size)
+    num_bytes = rows * network.shape.hidden * network.element_bytes
+    return rates.time_exchange(num_bytes, list_group(mesh, "expert"), size)
 
 
 def estimate_shard_messages(
@@ -79,19 +98,26 @@ def estimate_shard_messages(
     layout = mesh.layout
     shape = network.shape
     width = network.element_bytes
-    share = 1.0 / layout.tensor
     blocks = shape.layers / layout.pipeline
-    block = shape.block_elements * share
-    ends = shape.embedding_elements * share / layout.pipeline
-    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
+    # Experts are shards of other groups than the rest of a block.
+    experts = network.expert_elements / layout.tensor / layout.expert
+    block = (shape.block_elements - network.expert_elements) / layout.tensor
+    groups = [(block, "fsdp", layout.fsdp), (experts, "expert fsdp", layout.expert_shards)]
+    ends = shape.embedding_elements / layout.tensor / layout.pipeline
     group = list_group(mesh, "fsdp")
-    once = blocks * rates.time_gather(block * width, group, layout.fsdp)
-    seconds = gathers * once + parts * rates.time_gather(ends * width, group, layout.fsdp)
+    gather = scatter = 0.0
+    trained = network.num_trained / shape.parameters
+    for elements, kind, size in groups:
+        if elements > 0 and size > 1:
+            own = list_group(mesh, kind)
+            gather += rates.time_gather(elements * width, own, size)
+            scatter += rates.time_scatter(elements * WIDE * trained, own, size)
+    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
+    seconds = gathers * blocks * gather
+    seconds += parts * rates.time_gather(ends * width, group, layout.fsdp)
     if trains:
-        trained = network.num_trained / shape.parameters
-        scatter = blocks * rates.time_scatter(block * WIDE * trained, group, layout.fsdp)
-        scatter += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
-        seconds += (1 if network.settings.sums_once else parts) * scatter
+        whole = blocks * scatter + rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
+        seconds += (1 if network.settings.sums_once else parts) * whole
     return seconds
 
 
@@ -100,7 +126,8 @@ def estimate_decode_messages(
 ) -> float:
     """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
 
-    These are two sums in each layer, and three exchanges for the softmax and the draw.
+    These are two sums in each layer, and three exchanges for the softmax and the draw. Experts are
+    gathered before a generation.
     """
     size = mesh.layout.tensor
     if size == 1:

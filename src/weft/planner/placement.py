@@ -6,29 +6,38 @@ functions are pure: the caller reads models and measures devices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.graph.mfc import MFCDef
+from weft.graph.mfc import MFCDef, Offload
 from weft.options import option
-from weft.planner.candidates import compute_max_context, list_meshes
+from weft.planner.candidates import PlacementUnit, compute_max_context, list_meshes
+from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.lengths import count_updates
-from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
+from weft.planner.placement_report import (
+    PlacementReport,
+    format_basis,
+    format_mesh,
+    format_seconds,
+)
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import SearchResult, list_uniform_placements, search_placement
-from weft.topology import LETTERS, Layout, Mesh
+from weft.planner.search import list_uniform_placements, search_placement
+from weft.topology import Layout
 
 MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
+PLAN_ENDINGS = (".yaml", ".yml", ".json")  # of plan files
 
 # Tokens of a prompt and of an answer if no option sets them
 DEFAULT_PROMPT_TOKENS = 512
@@ -43,6 +52,7 @@ LEAST_SAMPLED_PROMPT = 65
 LEAST_SPARED_KEYS = 256
 SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})
 LEAST_SAVED = 0.02
+ID_BYTES, VALUE_BYTES = 8, 4  # bytes of a token id in a batch, and of a value of a token
 
 
 @dataclass
@@ -54,8 +64,8 @@ class SearchSpec:
 
     gpu: str | None = option(
         None,
-        "type of GPU to estimate for, such as H100, also with --dry-run; absent: the GPU of this "
-        "machine",
+        "type of GPU to estimate for, such as H100, also with --dry-run; several types in the order "
+        "of the devices, in whole machines, such as H100:8,A100:8; absent: the GPU of this machine",
     )
     memory_gb: float | None = option(
         None,
@@ -90,6 +100,7 @@ def build_problem(
     *,
     num_devices: int,
     shared_roles: Mapping[str, str] | None = None,
+    cluster: DeviceCluster | None = None,
 ) -> PlacementProblem:
     """Return the problem of placing the calls of `units` on `num_devices` devices.
 
@@ -106,11 +117,19 @@ def build_problem(
         num_devices=num_devices,
         max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
         shared_roles=shared_roles or {},
+        cluster=cluster,
     )
 
 
 class NoPlacementFits(ConfigError):
     """Raised if no placement of a run's calls fits into the memory of its devices."""
+
+
+def is_plan_path(mode: str) -> bool:
+    """Return whether a value of `allocation_mode` names a plan file, instead of a mode or a layout."""
+    if mode in MODES or re.fullmatch(r"([a-z]\d+)+", mode):
+        return False
+    return mode.endswith(PLAN_ENDINGS) or "/" in mode or Path(mode).is_file()
 
 
 def allocate_layouts(
@@ -120,14 +139,15 @@ def allocate_layouts(
 
     `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
-    only. For other roles, "manual" assigns no layout, and they run on the first device. "heuristic"
+    only. For other roles, "manual" assigns no layout, and they run on the first device; neither does
+    the path of a plan file, which later places their calls. "heuristic"
     and "search" make them data-parallel over all devices; `place_calls` later
     improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
     all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"
-    elif mode in MODES:
+    elif mode in MODES or is_plan_path(mode):
         layout = None
     else:
         layout = mode
@@ -150,68 +170,6 @@ def is_placed(spec: ModelSpec) -> bool:
 
 
 # -- the placement of calls
-
-
-@dataclass(frozen=True)
-class PlacementReport:
-    """Result of a placement search, with the data that the estimates are based on.
-
-    `rates` are the speeds of the devices, and `loads` maps each call to its workload.
-    """
-
-    result: SearchResult
-    rates: DeviceRates
-    loads: Mapping[str, CallWorkload]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the estimates for the best and the heuristic placement, as plain values.
-
-        The result also contains facts about the search and the device.
-        """
-        result = self.result
-        return {
-            "device": self.rates.name,
-            "device_memory_gb": self.rates.capacity / GIB,
-            "basis": self.rates.basis,
-            "tried": result.num_tried,
-            "exhaustive": result.is_exhaustive,
-            "search": _estimate_to_dict(result.best),
-            "heuristic": _estimate_to_dict(result.first),
-        }
-
-    def build_lines(self) -> list[str]:
-        """Return lines of text that compare the best placement with the heuristic placement."""
-        # Describe the search and the heuristic's placement.
-        best = self.result.best
-        first = self.result.first
-        result = self.result
-        if result.is_exhaustive:
-            how = f"all {result.num_tried:,} placements"
-        else:
-            how = f"{result.num_tried:,} placements by annealing"
-        if not first.excess_bytes:
-            fits = ""
-        else:
-            fits = f", which does not fit: {first.peak_bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
-        lines = [
-            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on "
-            f"{_format_basis(self.rates)}, {_format_seconds(first.step_seconds)} "
-            f"with allocation_mode=heuristic{fits}; tried {how}"
-        ]
-        # Compare both placements for each call.
-        for call, mesh in best.meshes.items():
-            load = self.loads[call]
-            lines.append(
-                f"  {call}: {_format_mesh(mesh)}, {_with_moving(best, call)}; heuristic "
-                f"{_format_mesh(first.meshes[call])}, "
-                f"{_with_moving(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
-                f"{load.new_tokens:,}) tokens)"
-            )
-        lines.append(
-            f"  memory: {best.peak_bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on "
-            f"a device"
-        )
-        return lines
 
 
 def place_calls(
@@ -239,7 +197,7 @@ def place_calls(
             f"{rates.capacity / GIB:.1f} (search.memory_gb); lower "
             "max_tokens_per_microbatch, set gradient_checkpointing=true, or use more devices"
         )
-    report = PlacementReport(result, rates, problem.loads)
+    report = PlacementReport(result, problem)
     placed = _with_placement(experiment, result.best, problem.units)
     return replace(with_notes(placed, report.build_lines()), search=report.to_dict())
 
@@ -261,10 +219,10 @@ def _build_heuristic_lines(
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
     lines = [
-        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {_format_basis(rates)}, "
-        f"{_format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
+        f"allocation_mode=heuristic: {format_seconds(best.step_seconds)} per step on {format_basis(rates)}, "
+        f"{format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
     ]
-    return [*lines, *(f"  {call}: {_format_mesh(mesh)}" for call, mesh in best.meshes.items())]
+    return [*lines, *(f"  {call}: {format_mesh(mesh)}" for call, mesh in best.meshes.items())]
 
 
 def _with_placement(
@@ -286,6 +244,7 @@ def build_units(
     count: int,
     per_node: int,
     check: Callable[[str, Layout], None],
+    lengths: Mapping[str, int] | None = None,
 ) -> tuple[list[PlacementUnit], list[int]]:
     """Return the units to place, and for each unit the index of its initial mesh.
 
@@ -296,6 +255,8 @@ def build_units(
 
     `count` is the number of all devices, and `per_node` is the number of devices per machine.
     `check(role, layout)` raises `ConfigError` if the role's network does not support the layout.
+    `lengths` maps calls to the tokens of a sequence; ranks share the tokens of long ones, except in
+    calls that generate.
     """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
@@ -319,10 +280,21 @@ def build_units(
                 check=partial(check, role),
                 trains=trains,
             )
-            meshes = list(dict.fromkeys([*list_meshes(count, per_node, allowed), now]))
+            longest = 1
+            if calls[0].method != "generate" and lengths is not None:
+                longest = min(lengths[call.name] for call in calls)
+            meshes = list_meshes(
+                count,
+                per_node,
+                allowed,
+                max_context=compute_max_context(longest),
+                num_experts=max(1, networks[role].experts),
+            )
+            # Without any, the run is refused later, with the reason.
+            meshes = meshes or [now]
         names = tuple(call.name for call in calls)
         units.append(PlacementUnit(role, names, tuple(meshes), trains=trains))
-        start.append(meshes.index(now))
+        start.append(meshes.index(now) if now in meshes else len(meshes) - 1)
     return units, start
 
 
@@ -383,6 +355,7 @@ def build_workload(
     keys = {*call.input_keys, *call.optional_keys}
     shared, saved = _estimate_shared_tokens(lengths, keys, samples, rows, trains=call.trains)
     measured = rows if search.prompt_tokens is None and search.answer_tokens is None else None
+    cache_gb = call.args.get("kv_cache_gb")
     return CallWorkload(
         method=call.method,
         num_sequences=_count_ids(experiment, lengths) * samples,
@@ -405,7 +378,25 @@ def build_workload(
         attended_length=None
         if measured is None
         else measured.compute_attended_length(lengths.answer),
+        batch_bytes=_count_batch_bytes(experiment, lengths, keys, samples),
+        cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
+        offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
     )
+
+
+def _count_batch_bytes(
+    experiment: Experiment, lengths: CallLengths, keys: Collection[str], samples: int
+) -> float:
+    """Return the size of a call's batch: token ids of 8 bytes, other values of an answer of 4."""
+    each = 0.0
+    for key in keys:
+        if key == "prompt":
+            each += ID_BYTES * lengths.prompt / samples
+        elif key == "completion":
+            each += ID_BYTES * lengths.answer
+        else:
+            each += VALUE_BYTES * lengths.answer
+    return each * samples * _count_ids(experiment, lengths)
 
 
 def _estimate_shared_tokens(
@@ -516,51 +507,3 @@ def _measure_lengths(spec: SearchSpec, rows: RowLengths, samplers: Sequence[MFCD
     return CallLengths(
         prompt, answer, samples, longest_prompt, max(answer, longest), is_measured=True
     )
-
-
-# -- output
-
-
-def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
-    calls = {}
-    for call, mesh in estimate.meshes.items():
-        calls[call] = {
-            "layout": str(mesh.layout),
-            "devices": list(mesh.ranks),
-            "seconds": estimate.seconds[call],
-            "seconds_for_its_weights": estimate.transfer_seconds[call],
-        }
-    return {
-        "step_seconds": estimate.step_seconds,
-        "memory_gb": estimate.peak_bytes / GIB,
-        "fits": not estimate.excess_bytes,
-        "calls": calls,
-    }
-
-
-def _format_basis(rates: DeviceRates) -> str:
-    """Return the device, and what the estimate for it is based on if that is a profile."""
-    return f"{rates.name} as estimated" + ("" if rates.profile is None else f" from {rates.basis}")
-
-
-def _format_mesh(mesh: Mesh) -> str:
-    degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
-    written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
-    first = mesh.ranks[0]
-    last = mesh.ranks[-1]
-    if mesh.ranks != tuple(range(first, last + 1)):
-        return f"{written} on {','.join(map(str, mesh.ranks))}"
-    if first == last:
-        return f"{written} on {first}"
-    return f"{written} on {first}-{last}"
-
-
-def _with_moving(estimate: PlacementEstimate, call: str) -> str:
-    moving = estimate.transfer_seconds[call]
-    return _format_seconds(estimate.seconds[call]) + (
-        f" + {_format_seconds(moving)} for its weights" if moving else ""
-    )
-
-
-def _format_seconds(number: float) -> str:
-    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.planner.cluster import Cluster
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import (
     CallEstimate,
     CallWorkload,
@@ -25,20 +26,6 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.scoring import PlacementScorer
 from weft.topology import Mesh
-
-
-@dataclass(frozen=True)
-class PlacementUnit:
-    """Group of calls that are placed on the same mesh.
-
-    The group consists either of all calls that train a role, or of a single call that does not
-    train. `meshes` are the candidate meshes from which the search chooses one.
-    """
-
-    role: str
-    calls: tuple[str, ...]
-    meshes: tuple[Mesh, ...]
-    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ class PlacementProblem:
         loads: Workload of each call.
         order: Names of the graph's nodes in the order of execution.
         producers: For each node, the nodes whose outputs it reads.
-        rates: Speed of the devices; with several kinds, that of all of them together.
+        rates: Speed of the devices; with several kinds, what they have in common.
         num_devices: Number of devices on all machines.
         max_staleness: Number of steps by which sampling can be ahead of training.
         shared_roles: Maps a role to the role whose weights it uses if the two are on the same mesh.
@@ -104,7 +91,7 @@ class PlacementProblem:
     num_devices: int
     max_staleness: int = 0
     shared_roles: Mapping[str, str] = field(default_factory=dict)
-    cluster: Cluster | None = None
+    cluster: DeviceCluster | None = None
 
     def __post_init__(self) -> None:
         self.unit_of = {
@@ -114,8 +101,10 @@ class PlacementProblem:
         for number, unit in enumerate(self.units):
             if unit.trains or unit.role not in self.home:
                 self.home[unit.role] = number
-        self.devices = self.cluster or Cluster.of_one_kind(self.rates, self.num_devices)
-        self._rates: dict[tuple[int, ...], DeviceRates] = {}
+        self.devices = self.cluster or DeviceCluster.build_from_one_kind(
+            self.rates, self.num_devices
+        )
+        self._rates: dict[tuple[int, ...], tuple[DeviceRates, ...]] = {}
 
     @cached_property
     def scorer(self) -> PlacementScorer:
@@ -174,29 +163,33 @@ class PlacementProblem:
         """Return whether any call trains the role."""
         return self.units[self.home[role]].trains
 
-    def get_rates(self, *meshes: Mesh) -> DeviceRates:
-        """Return the rates of the devices of meshes, together."""
+    def list_rates(self, *meshes: Mesh) -> tuple[DeviceRates, ...]:
+        """Return the rates of each kind of device in meshes that work together."""
         if len(self.devices.groups) == 1:
-            return self.rates
+            return (self.rates,)
         kinds = {kind for mesh in meshes for kind in self.devices.find_kinds(mesh.ranks)}
         key = tuple(sorted(kinds))
         if key not in self._rates:
-            self._rates[key] = self.devices.combine_rates(key)
+            self._rates[key] = self.devices.list_rates(key)
         return self._rates[key]
 
     def estimate_call(self, call: str, mesh: Mesh, started: int) -> CallEstimate:
         """Return the duration of a call on a mesh, if no other call runs at the same time.
 
         `started` is the number of processes of the run, one for each device up to the last one that
-        a call uses.
+        a call uses. With several kinds of device, the slowest one determines the time.
         """
         network = self.networks[self.units[self.unit_of[call]].role]
         if mesh.layout.context > 1:  # ranks that share tokens compute every prefix
             network = replace(network, shares_prefixes=False)
-        rates = self.get_rates(mesh)
-        shared = rates.share_cores(*self.count_processes(len(mesh.ranks), started))
-        estimate = estimate_call(network, self.loads[call], mesh, shared)
-        return estimate.with_overhead(rates.call + (rates.dispatch if started > 1 else 0.0))
+        counts = self.count_processes(len(mesh.ranks), started)
+        estimates = []
+        for rates in self.list_rates(mesh):
+            shared = rates.share_cores(*counts)
+            estimate = estimate_call(network, self.loads[call], mesh, shared)
+            overhead = rates.call + (rates.dispatch if started > 1 else 0.0)
+            estimates.append(estimate.with_overhead(overhead))
+        return max(estimates, key=lambda each: each.seconds)
 
     def count_processes(self, size: int, started: int) -> tuple[int, int]:
         """Return two counts for one machine: the processes that run a call, and all processes.
@@ -208,7 +201,7 @@ class PlacementProblem:
 
     def estimate_transfer(self, role: str, source: Mesh, target: Mesh) -> float:
         """Return the time to copy newly trained weights to another mesh, in seconds."""
-        rates = self.get_rates(source, target)
+        rates = self.list_rates(source, target)[0]
         return estimate_transfer_seconds(self.networks[role], source, target, rates)
 
     def estimate_memory(
@@ -222,7 +215,7 @@ class PlacementProblem:
         `shared` is True if the role uses the weights of another role.
         """
         loads = [self.loads[call] for call in calls]
-        rates = self.get_rates(mesh)
+        rates = self.list_rates(mesh)[0]
         held = estimate_role_memory(self.networks[role], loads, mesh.layout, rates, own=own)
         stays = held.resident_cache if shared else held.permanent - held.away
         return stays, held.call + (0 if shared else held.away)

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.planner.mesh_table import Floats, Integers, MeshTable, TransferTable
-from weft.planner.simulated_step import CallTimes, Columns, Covers, SimulatedStep
-
-if TYPE_CHECKING:
-    from weft.planner.problem import PlacementProblem
+from weft.planner.mesh_table import Floats, Integers, MeshTable, PlacementCosts, TransferTable
+from weft.planner.simulated_step import CallTimes, Columns, MeshCoverage, SimulatedStep
 
 Booleans = npt.NDArray[np.bool_]
 
 
-class Scores(NamedTuple):
+class PlacementScores(NamedTuple):
     """Scores of placements: bytes beyond the capacity, seconds of a step, and devices in use."""
 
     excess: Floats
@@ -34,9 +31,9 @@ class Scores(NamedTuple):
         """Return the indices of the placements, from the best to the worst."""
         return np.lexsort((self.devices, self.seconds, self.excess))
 
-    def select(self, index: Integers | Booleans | slice) -> Scores:
+    def select(self, index: Integers | Booleans | slice) -> PlacementScores:
         """Return the scores of some of the placements."""
-        return Scores(self.excess[index], self.seconds[index], self.devices[index])
+        return PlacementScores(self.excess[index], self.seconds[index], self.devices[index])
 
     def get(self, index: int) -> tuple[float, float, int]:
         """Return the score of one placement."""
@@ -53,7 +50,7 @@ class PlacementScorer:
         num_scored: Number of placements that were scored or bounded so far.
     """
 
-    def __init__(self, problem: PlacementProblem) -> None:
+    def __init__(self, problem: PlacementCosts) -> None:
         self.problem = problem
         self.table = MeshTable(problem)
         self.numbers = [
@@ -151,16 +148,18 @@ class PlacementScorer:
 
     # -- scores
 
-    def score(self, columns: Columns) -> Scores:
+    def score(self, columns: Columns, *, moves: bool = True) -> PlacementScores:
         """Return the scores of placements.
 
-        If units are not placed yet, these are scores that no completion can be better than.
+        If units are not placed yet, these are scores that no completion can be better than. Without
+        `moves`, the time to copy weights, which takes longest to estimate, is left out.
         """
         placed = [numbers for numbers in columns if numbers is not None]
         length = max((len(numbers) for numbers in placed), default=1)
         self.num_scored += length
-        covers = Covers(self.problem, self.table, columns)
-        step = SimulatedStep(self.problem, self._times, columns, covers, self._transfers)
+        covers = MeshCoverage(self.problem, self.table, columns)
+        transfers = self._transfers if moves else {}
+        step = SimulatedStep(self.problem, self._times, columns, covers, transfers)
         seconds = step.compute_seconds()
         excess = np.zeros(1)
         for used, capacity in zip(
@@ -173,7 +172,7 @@ class PlacementScorer:
                 devices = devices + self._times.least_devices[unit]
             else:
                 devices = devices + self.table.sizes[numbers]
-        return Scores(
+        return PlacementScores(
             np.broadcast_to(excess, length),
             np.broadcast_to(seconds, length),
             np.broadcast_to(devices, length),
@@ -181,10 +180,10 @@ class PlacementScorer:
 
     def compute_peak_bytes(self, columns: Columns) -> float:
         """Return the number of bytes used on the device that uses the most, of one placement."""
-        covers = Covers(self.problem, self.table, columns)
+        covers = MeshCoverage(self.problem, self.table, columns)
         return float(np.max(self._compute_used(columns, covers)))
 
-    def _compute_used(self, columns: Columns, covers: Covers) -> list[Floats]:
+    def _compute_used(self, columns: Columns, covers: MeshCoverage) -> list[Floats]:
         """Return the bytes in use at each of the points where they can be highest.
 
         The memory of the roles and calls is added up as in `weft.planner.memory.compute_peak`.

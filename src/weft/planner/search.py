@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from weft.planner.mesh_table import Floats, Integers
 from weft.planner.problem import PlacementEstimate, PlacementProblem
-from weft.planner.scoring import Scores
+from weft.planner.scoring import PlacementScores
 from weft.planner.symmetry import DeviceSymmetry, describe_pattern
 from weft.topology import Layout, Mesh
 
@@ -45,7 +45,7 @@ class SearchResult:
         best: The best placement.
         first: The placement from which the search started.
         num_tried: Number of placements, whole and partial, that were scored.
-        is_exhaustive: True if no placement is better than `best`, for certain.
+        is_exhaustive: True if no placement that fits has a shorter step than `best`, for certain.
         next_best: The best placement that differs from `best` in more than the order of equal
             devices, among those that were scored; None if there is no other.
         bound_seconds: No placement that fits has a shorter step; equal to the step time of `best`
@@ -67,21 +67,27 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     the unit's mesh from `PlacementUnit.meshes`. The result is never worse than `start`. The search
     is deterministic.
     """
-    search = _Search(problem)
+    search = _PlacementSearch(problem)
     begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
     search.descend(begin)
     search.drop_candidates()
-    low = search.branch(search.movable, search.get_best(), FIRST_PLACEMENTS)
+    low = search.try_all(search.movable, search.get_best(), FIRST_PLACEMENTS)
     if low is not None:
-        for found in search.anneal(begin):
-            search.descend(found)
+        for numbers in search.anneal(begin):
+            search.descend(numbers)
         search.descend_in_pairs()
         search.drop_candidates()
-        low = search.branch(search.movable, search.get_best(), MOST_PLACEMENTS)
+        low = search.try_all(search.movable, search.get_best(), MOST_PLACEMENTS)
     search.score_neighbors()
     scorer = problem.scorer
     best = problem.estimate(scorer.find_choice(search.get_best()))
     other = search.best_two[1] if len(search.best_two) > 1 else None
+    if (
+        low is not None
+        and not best.excess_bytes
+        and np.float32(low) >= np.float32(best.step_seconds)
+    ):
+        low = None  # what is left to try has equal steps
     return SearchResult(
         best,
         problem.estimate(start),
@@ -128,7 +134,7 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RankedPlacement:
     """A placement: its score, the numbers of its meshes, and what other orders of devices keep."""
 
     score: tuple[float, float, int]
@@ -136,7 +142,7 @@ class _Found:
     pattern: Hashable
 
 
-class _Search:
+class _PlacementSearch:
     """State of a search: the candidates, and the best two placements that differ.
 
     Attributes:
@@ -150,7 +156,7 @@ class _Search:
         self._table = self._scorer.table
         self._candidates = list(self._scorer.numbers)
         self._firsts = [group.first for group in problem.devices.groups]
-        self.best_two: list[_Found] = []
+        self.best_two: list[_RankedPlacement] = []
         # Place the units first whose weights others use, and those that need most.
         movable = [unit for unit, each in enumerate(problem.units) if len(each.meshes) > 1]
         self.movable = sorted(
@@ -166,7 +172,7 @@ class _Search:
 
     # -- what was found
 
-    def _offer(self, columns: Sequence[Integers], scores: Scores) -> None:
+    def _keep_best(self, columns: Sequence[Integers], scores: PlacementScores) -> None:
         """Keep the best two different placements of those found so far and those of `columns`."""
         rounded = _round(scores)
         for index in rounded.sort():
@@ -174,22 +180,17 @@ class _Search:
             if len(self.best_two) > 1 and score >= self.best_two[1].score:
                 return
             numbers = [int(each[index if len(each) > 1 else 0]) for each in columns]
-            found = _Found(score, numbers, self._describe(numbers))
-            others = [each for each in self.best_two if each.pattern != found.pattern]
-            same = [each for each in self.best_two if each.pattern == found.pattern]
-            better = min([*same, found], key=lambda each: each.score)
+            new = _RankedPlacement(score, numbers, self._describe(numbers))
+            others = [each for each in self.best_two if each.pattern != new.pattern]
+            same = [each for each in self.best_two if each.pattern == new.pattern]
+            better = min([*same, new], key=lambda each: each.score)
             self.best_two = sorted([*others, better], key=lambda each: each.score)[:2]
 
-    def _can_improve(self, scores: Scores) -> npt.NDArray[np.bool_]:
+    def _can_improve(self, scores: PlacementScores) -> npt.NDArray[np.bool_]:
         """Return which scores are better than those of the best two different placements."""
         if len(self.best_two) < 2:
             return np.ones(len(scores.seconds), np.bool_)
-        excess, seconds, devices = self.best_two[1].score
-        own = _round(scores)
-        fewer = (own.seconds == seconds) & (own.devices < devices)
-        return (own.excess < excess) | (
-            (own.excess == excess) & ((own.seconds < seconds) | fewer)
-        )
+        return _is_less(_round(scores), self.best_two[1].score)
 
     def _describe(self, numbers: Sequence[int]) -> Hashable:
         table = self._table
@@ -250,22 +251,40 @@ class _Search:
         now = list(numbers)
         columns = [np.array([each]) for each in now]
         scores = self._scorer.score(columns)
-        self._offer(columns, scores)
+        self._keep_best(columns, scores)
         best = _round(scores).get(0)
         improved = True
         while improved:
             improved = False
             for unit in self.movable:
-                columns = [np.array([each]) for each in now]
-                columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
-                scores = self._scorer.score(columns)
-                self._offer(columns, scores)
-                rounded = _round(scores)
-                first = rounded.sort()[0]
-                if rounded.get(first) < best:
-                    best = rounded.get(first)
-                    now[unit] = int(columns[unit][first])
-                    improved = True
+                candidates, scores = self._move(unit, now, best)
+                if len(candidates):
+                    first = scores.sort()[0]
+                    if scores.get(first) < best:
+                        best = scores.get(first)
+                        now[unit] = int(candidates[first])
+                        improved = True
+
+    def _move(
+        self, unit: int, numbers: Sequence[int], best: tuple[float, float, int] | None = None
+    ) -> tuple[Integers, PlacementScores]:
+        """Move one unit of a placement to each of its candidates, and offer the results.
+
+        Returns the candidates that can be better than `best` or what was found, and their scores.
+        """
+        others = [number for other, number in enumerate(numbers) if other != unit]
+        columns = [np.array([each]) for each in numbers]
+        columns[unit] = self._list_candidates(unit, others)
+        rough = self._scorer.score(columns, moves=False)
+        keep = self._can_improve(rough)
+        if best is not None:
+            keep |= _is_less(_round(rough), best)
+        columns[unit] = columns[unit][keep]
+        if not keep.any():
+            return columns[unit], rough.select(keep)
+        scores = self._scorer.score(columns)
+        self._keep_best(columns, scores)
+        return columns[unit], _round(scores)
 
     def descend_in_pairs(self) -> None:
         """Move two units at a time to their best meshes, until no move improves the score."""
@@ -273,7 +292,7 @@ class _Search:
         while before != self.best_two[0].score:
             before = self.best_two[0].score
             for pair in itertools.combinations(self.movable, 2):
-                self.branch(pair, self.get_best(), PAIR_PLACEMENTS)
+                self.try_all(pair, self.get_best(), PAIR_PLACEMENTS)
 
     def score_neighbors(self) -> None:
         """Score all placements that differ from the best one in one unit."""
@@ -281,20 +300,18 @@ class _Search:
         self._lists.clear()
         now = self.get_best()
         for unit in self.movable:
-            columns = [np.array([each]) for each in now]
-            columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
-            self._offer(columns, self._scorer.score(columns))
+            self._move(unit, now)
 
     def anneal(self, start: Sequence[int]) -> list[list[int]]:
         """Return the best placements that simulated annealing finds, a few of them.
 
         Several placements change at the same time. In each step, one or two units of each are moved
-        to random meshes.
+        to random meshes. The time to copy weights is left out.
         """
         draw = np.random.default_rng(SEED)
         shares = [self._compute_shares(unit) for unit in range(len(self._candidates))]
         now = np.repeat(np.array(start, np.int64)[:, None], CHAINS, axis=1)
-        energy = self._compute_energy(self._scorer.score(list(now)))
+        energy = self._compute_energy(self._scorer.score(list(now), moves=False))
         best, least = now.copy(), energy.copy()
         for turn in range(ANNEALING_STEPS):
             heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
@@ -305,7 +322,7 @@ class _Search:
             for unit in draw.choice(self.movable, count, replace=False):
                 drawn = np.searchsorted(shares[unit], draw.random(CHAINS))
                 new[unit] = self._candidates[unit][drawn]
-            new_energy = self._compute_energy(self._scorer.score(list(new)))
+            new_energy = self._compute_energy(self._scorer.score(list(new), moves=False))
             # Accept a worse placement with a probability that falls with the temperature.
             accepted = draw.random(CHAINS) < np.exp(np.minimum(0.0, (energy - new_energy) / heat))
             now = np.where(accepted, new, now)
@@ -327,7 +344,7 @@ class _Search:
         shares = np.cumsum(1.0 / counts[which])
         return shares[:-1] / shares[-1]
 
-    def _compute_energy(self, scores: Scores) -> Floats:
+    def _compute_energy(self, scores: PlacementScores) -> Floats:
         """Return the values that annealing minimizes: log step times plus a penalty for memory.
 
         The penalty is proportional to the bytes that exceed a device's capacity.
@@ -337,7 +354,7 @@ class _Search:
 
     # -- branch and bound
 
-    def branch(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
+    def try_all(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
         """Place `units` in all ways that may be better than what was found; leave the others.
 
         `numbers` are the meshes of all units, and `most` is the number of placements that may be
@@ -347,7 +364,7 @@ class _Search:
         if not units:
             return None
         limit = self._scorer.num_scored + most
-        nothing = Scores(np.zeros(1), np.zeros(1), np.zeros(1, np.int64))
+        nothing = PlacementScores(np.zeros(1), np.zeros(1), np.zeros(1, np.int64))
         # Partial placements by the number of placed units, [placements, units], from the best on
         pending = {0: (np.zeros((1, 0), np.int64), nothing)}
         while pending:
@@ -371,7 +388,7 @@ class _Search:
         numbers: Sequence[int],
         level: int,
         rows: Integers,
-        pending: dict[int, tuple[Integers, Scores]],
+        pending: dict[int, tuple[Integers, PlacementScores]],
     ) -> int:
         """Place one more unit in the first of the partial placements `rows`.
 
@@ -384,23 +401,28 @@ class _Search:
         while len(lists) < len(rows) and (not lists or len(lists) * len(lists[-1]) < BATCH):
             lists.append(self._list_candidates(unit, [*others, *rows[len(lists)]]))
         parents = np.repeat(np.arange(len(lists)), [len(each) for each in lists])
-        columns: list[Integers | None] = [np.array([each]) for each in numbers]
-        for place, each in enumerate(units):
-            columns[each] = rows[parents, place] if place < level else None
-        columns[unit] = np.concatenate(lists)
-        scores = self._scorer.score(columns)
-        keep = np.flatnonzero(self._can_improve(scores))
-        kept = scores.select(keep)
+        placed = np.column_stack([rows[parents], np.concatenate(lists)])
+        # First without the time to copy weights, then with it for those that can still be the best
+        for moves in (False, True):
+            columns: list[Integers | None] = [np.array([each]) for each in numbers]
+            for place, each in enumerate(units):
+                columns[each] = placed[:, place] if place <= level else None
+            scores = self._scorer.score(columns, moves=moves)
+            keep = self._can_improve(scores)
+            placed, scores = placed[keep], scores.select(keep)
+            if not len(placed):
+                return len(lists)
         if level + 1 == len(units):
-            whole = [each[keep] if len(each) > 1 else each for each in columns if each is not None]
-            self._offer(whole, kept)
-        elif len(keep):
-            order = kept.sort()
-            placed = np.column_stack([rows[parents], columns[unit]])[keep]
-            pending[level + 1] = placed[order], kept.select(order)
+            whole = [np.array([each]) for each in numbers]
+            for place, each in enumerate(units):
+                whole[each] = placed[:, place]
+            self._keep_best(whole, scores)
+        else:
+            order = scores.sort()
+            pending[level + 1] = placed[order], scores.select(order)
         return len(lists)
 
-    def _compute_bound(self, pending: Iterable[Scores]) -> float:
+    def _compute_bound(self, pending: Iterable[PlacementScores]) -> float:
         """Return the shortest step time that placements can have which were not tried."""
         low = np.inf
         for scores in pending:
@@ -410,9 +432,17 @@ class _Search:
         return low
 
 
-def _round(scores: Scores) -> Scores:
+def _round(scores: PlacementScores) -> PlacementScores:
     """Return the scores with seconds that differ only by more than the errors of rounding."""
     return scores._replace(seconds=scores.seconds.astype(np.float32).astype(np.float64))
+
+
+def _is_less(scores: PlacementScores, other: tuple[float, float, int]) -> npt.NDArray[np.bool_]:
+    """Return which scores are less than another one."""
+    excess, seconds, devices = other
+    fewer = (scores.seconds == seconds) & (scores.devices < devices)
+    equal = scores.excess == excess
+    return (scores.excess < excess) | (equal & ((scores.seconds < seconds) | fewer))
 
 
 def _find_symmetry(problem: PlacementProblem, movable: Sequence[int]) -> DeviceSymmetry | None:

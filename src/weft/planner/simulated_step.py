@@ -8,14 +8,10 @@ pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.planner.mesh_table import Floats, Integers, MeshTable, TransferTable
-
-if TYPE_CHECKING:
-    from weft.planner.problem import PlacementProblem
+from weft.planner.mesh_table import Floats, Integers, MeshTable, PlacementCosts, TransferTable
 
 # For each unit the numbers of its meshes, or None if the unit is not placed yet. Arrays have one
 # element per placement, or one element if the unit is on the same mesh in all placements.
@@ -35,7 +31,7 @@ class CallTimes:
     """
 
     def __init__(
-        self, problem: PlacementProblem, table: MeshTable, numbers: Sequence[Integers]
+        self, problem: PlacementCosts, table: MeshTable, numbers: Sequence[Integers]
     ) -> None:
         self._problem = problem
         self.table = table
@@ -71,7 +67,7 @@ class CallTimes:
         for started in range(1, 1 + self.most_started):
             overhead = problem.rates.dispatch if started > 1 else 0.0
             counts = problem.count_processes(len(mesh.ranks), started)
-            shared = problem.get_rates(mesh).share_cores(*counts)
+            shared = problem.rates.share_cores(*counts)
             key = (shared.flops, shared.launch, shared.threads_used, shared.slowdown)
             if key not in known:
                 known[key] = problem.estimate_call(call, mesh, started).seconds - overhead
@@ -121,7 +117,7 @@ def _accumulate_minima(values: Floats) -> Floats:
     return np.minimum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
 
 
-def list_call_groups(problem: PlacementProblem) -> list[tuple[str | None, tuple[str, ...]]]:
+def list_call_groups(problem: PlacementCosts) -> list[tuple[str | None, tuple[str, ...]]]:
     """Return the sets of calls that all end before a node starts and start after another one ends.
 
     Only sets of several calls are listed: all of a set's work has to be done on the devices between
@@ -129,13 +125,13 @@ def list_call_groups(problem: PlacementProblem) -> list[tuple[str | None, tuple[
     """
     ancestors: dict[str | None, set[str]] = {}
     for name in problem.order:
-        found = set(problem.producers[name])
+        before = set(problem.producers[name])
         for other in problem.producers[name]:
-            found |= ancestors[other]
-        ancestors[name] = found
+            before |= ancestors[other]
+        ancestors[name] = before
     ancestors[None] = set(problem.order)
     groups: list[tuple[str | None, tuple[str, ...]]] = []
-    for name, before in ancestors.items():
+    for node, before in ancestors.items():
         for first in (None, *problem.order):
             if first is not None and first not in before:
                 continue
@@ -146,13 +142,13 @@ def list_call_groups(problem: PlacementProblem) -> list[tuple[str | None, tuple[
                 and call in problem.unit_of
                 and (first is None or first in ancestors[call])
             )
-            if len(calls) > 1 and (name, calls) not in groups:
-                groups.append((name, calls))
+            if len(calls) > 1 and (node, calls) not in groups:
+                groups.append((node, calls))
     return groups
 
 
-class Covers:
-    """Which meshes share devices, and which have the first devices of other meshes.
+class MeshCoverage:
+    """Devices that meshes share, and those at which other meshes begin.
 
     Attributes:
         points: Ranks of devices of which one has the most work and memory: the first of each run of
@@ -160,7 +156,7 @@ class Covers:
         capacities: Memory capacity of these devices in bytes.
     """
 
-    def __init__(self, problem: PlacementProblem, table: MeshTable, columns: Columns) -> None:
+    def __init__(self, problem: PlacementCosts, table: MeshTable, columns: Columns) -> None:
         self._starts: dict[int, list[Integers]] = {}
         self._stops: dict[int, list[Integers]] = {}
         width = table.starts.shape[1]
@@ -228,14 +224,17 @@ class Covers:
 
 
 class SimulatedStep:
-    """Simulated execution of one step for many placements."""
+    """Simulated execution of one step for many placements.
+
+    `transfers` has the times to copy the weights of each role; without a role's, they are 0.
+    """
 
     def __init__(
         self,
-        problem: PlacementProblem,
+        problem: PlacementCosts,
         times: CallTimes,
         columns: Columns,
-        covers: Covers,
+        covers: MeshCoverage,
         transfers: Mapping[str, TransferTable],
     ) -> None:
         self._problem = problem
@@ -298,7 +297,8 @@ class SimulatedStep:
         begin = np.maximum(begin, free[unit])
         role = self._problem.units[unit].role
         home = self._problem.home[role]
-        if unit != home and home in self._columns and self._problem.is_trained(role):
+        is_copied = unit != home and self._problem.is_trained(role)
+        if is_copied and home in self._columns and role in self._transfers:
             # Devices compute nothing while they send or receive weights.
             table = self._transfers[role]
             moved = table.find_seconds(self._columns[home], self._columns[unit])

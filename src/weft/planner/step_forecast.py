@@ -16,10 +16,12 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
+from weft.planner.candidates import PlacementUnit
+from weft.planner.cluster import DeviceCluster
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
-from weft.planner.problem import PlacementEstimate, PlacementProblem, PlacementUnit
+from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.row_lengths import RowLengths
 from weft.planner.simulation import simulate
 
@@ -109,6 +111,7 @@ def forecast_step(
     search: SearchSpec,
     written: DatasetSpec,
     rows: RowLengths | None = None,
+    cluster: DeviceCluster | None = None,
     shared_roles: Mapping[str, str] | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
@@ -116,7 +119,8 @@ def forecast_step(
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
     and `written` give the lengths of prompts and answers: the assumptions that the user set, and
     the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
-    were read. `shared_roles` are those of `PlacementProblem`.
+    were read. `cluster` has the kinds of devices if there are several, and `shared_roles` are those of
+    `PlacementProblem`.
     """
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
@@ -129,6 +133,7 @@ def forecast_step(
         loads,
         rates,
         num_devices=experiment.num_devices,
+        cluster=cluster,
         shared_roles=shared_roles,
     )
     estimate = problem.estimate([0] * len(units))

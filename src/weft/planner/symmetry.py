@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Run = tuple[int, int]  # first rank and the rank after the last one of adjacent devices
 
@@ -68,30 +69,32 @@ class DeviceSymmetry:
         `used` are the runs of the meshes that are placed already. Two ranges are equal if devices
         can be exchanged such that one becomes the other and all of `used` stay the same.
         """
-        found: list[int] = []
-        self._collect(self._root, [run for runs in used for run in runs], found)
-        return found
+        distinct: list[int] = []
+        self._collect(self._root, [run for runs in used for run in runs], distinct)
+        return distinct
 
-    def _collect(self, block: DeviceBlock, used: Sequence[Run], found: list[int]) -> None:
-        found += block.ranges
+    def _collect(self, block: DeviceBlock, used: Sequence[Run], distinct: list[int]) -> None:
+        distinct += block.ranges
         fresh = set()
         start, stop = block.run
         # Meshes that have all devices of the block make no difference among its children.
         inside = [
-            run for run in used if run[0] < stop and start < run[1] and not _contains(run, (start, stop))
+            run
+            for run in used
+            if run[0] < stop and start < run[1] and not _is_around(run, (start, stop))
         ]
         for child in block.children:
             touched = any(
                 run[0] < child.run[1]
                 and child.run[0] < run[1]
-                and (run == child.run or not _contains(run, child.run))
+                and (run == child.run or not _is_around(run, child.run))
                 for run in inside
             )
             if touched:
-                self._collect(child, inside, found)
+                self._collect(child, inside, distinct)
             elif child.kind not in fresh:
                 fresh.add(child.kind)
-                self._collect(child, inside, found)
+                self._collect(child, inside, distinct)
 
     def _set_kind(self, block: DeviceBlock) -> None:
         """Set the kind of a block and of all blocks in it."""
@@ -104,7 +107,7 @@ class DeviceSymmetry:
             own.append((first - start, last - start))
         around = []
         for run in self._crossed:
-            if _contains(run, block.run):
+            if _is_around(run, block.run):
                 around.append(run)
         kinds = []
         for first in self._firsts:
@@ -116,7 +119,7 @@ class DeviceSymmetry:
         block.kind = self._kinds.setdefault((shape, tuple(around)), len(self._kinds))
 
 
-def _contains(run: Run, other: Run) -> bool:
+def _is_around(run: Run, other: Run) -> bool:
     return run[0] <= other[0] and other[1] <= run[1]
 
 
@@ -161,10 +164,8 @@ def describe_pattern(
         low, high = node * per_node, (node + 1) * per_node
         cuts = sorted({low, high, *(end for end in ends if low < end < high)})
         content: Counter[Hashable] = Counter()
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            mask = tuple(
-                any(run[0] <= start < run[1] for run in runs) for _, runs in meshes
-            )
+        for start, stop in pairwise(cuts):
+            mask = tuple(any(run[0] <= start < run[1] for run in runs) for _, runs in meshes)
             if any(mask):
                 content[mask] += stop - start
         kind = sum(first <= low for first in firsts)

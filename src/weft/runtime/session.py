@@ -13,6 +13,8 @@ from weft.data.loader import LoadedData
 from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
 from weft.experiment import Experiment
 from weft.graph.draw import to_svg
+from weft.graph.mfc import HostFunction
+from weft.observe.host_times import HostTimes
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
 from weft.observe.predicted import PredictedStep
@@ -21,6 +23,7 @@ from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.shown_plan import write_plan
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
+from weft.planner.plan_file import PLAN
 from weft.redaction import mask_values
 from weft.runtime.best import BestTracker
 from weft.runtime.calls import WorkerGroup
@@ -121,6 +124,11 @@ class Session:
         self._profiling = StepProfiler(
             self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
         )
+        graph = parts.experiment.graph
+        functions = [node.name for node in graph.nodes if isinstance(node, HostFunction)]
+        # Steps that overlap do not wait for them.
+        overlaps = any(edge.max_staleness for edge in graph.version_edges)
+        self._host_times = HostTimes(() if overlaps else functions)
         self._show = show or DisplayOptions()
         self._notes: list[str] = []  # messages collected until the observer is open
         self._recorder: FiringRecorder | None = None
@@ -388,7 +396,8 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
-        line |= self._parts.predicted.metrics
+        line |= self._host_times.complete(self._parts.predicted)
+        self._host_times.record(line)
         compares = due["evaluate"] or over
         if compares:
             line |= self._evaluate()
@@ -511,6 +520,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     directory.set_status("running", step)
     write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    if parts.experiment.plan:
+        write_text(directory.path / PLAN, parts.experiment.plan)
     write_plan(directory.path, parts.predicted.plan)
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")

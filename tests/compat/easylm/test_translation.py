@@ -314,6 +314,13 @@ def test_validation_rows() -> None:
 # -- losses
 
 
+def test_a_path_of_rows_counts_before_a_dataset_of_the_hub() -> None:
+    rows = "--train_dataset.json_torch_dataset."
+    done = convert("llama_train", [*parse_words("llama_train"), f"{rows}hf_name=a/b"])
+    assert done.options["dataset.train_path"] == "rows.jsonl"
+    assert f"{rows}hf_name is left out: {rows}path names the rows" in done.notes
+
+
 def test_losses_of_pairs() -> None:
     options = small("llama_train_dpo", "--dpo_label_smoothing=0.1", "--dpo_beta=0.3")
     assert (options["dpo.label_smoothing"], options["dpo.beta"]) == (0.1, 0.3)

@@ -34,7 +34,7 @@ def measure(folder: Path, backend: str, mesh: str | None = None) -> dict[str, An
     scores = engine.forward(layouts.batch(0), WANT).data
     steps = engine.train([layouts.batch(seed) for seed in range(3)], Nll())
     events = sample(engine, PLAIN, requests(5, copies=2))
-    # The state is written once, and every process reads it.
+    # All processes write their parts of the state where the first one writes, and read all of it.
     state = folder / f"state-{backend}"
     state.mkdir(exist_ok=True)
     engine.save_state(state)
@@ -42,6 +42,13 @@ def measure(folder: Path, backend: str, mesh: str | None = None) -> dict[str, An
     if backend == "jax":
         from jax.experimental import multihost_utils
 
+        from weft.engine.jax import engine as module
+
+        # Without a folder that all of them see, the first one writes everything.
+        module.find_shared_folder = lambda d: None
+        whole = folder / "state-whole"
+        whole.mkdir(exist_ok=True)
+        engine.save_state(whole)
         multihost_utils.sync_global_devices("written")
     again: Any = engine_of(folder / "hf", **options, backend=backend)
     again.load_state(state)

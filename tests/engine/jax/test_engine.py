@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine import layouts
-from tests.engine.common import EXACT, Nll, batch_of, engine_of, tiny
+from tests.engine.common import EXACT, Nll, batch_of, engine_of, spec_of, tiny
 from tests.engine.layouts import Case
+from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.jax import REFUSED_PARTS, check_network
 from weft.engine.spec import LoRASpec, OptimizerSpec, ParallelSpec, TokenizerSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.registry import families
@@ -289,7 +292,7 @@ def test_a_state_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
         ({"recompute_every": 2}, "recompute_every=2: .* gradient_checkpointing=true"),
         ({"attention": "splash"}, "attention=splash: .* is for a TPU"),
         ({"attention": "cudnn"}, "attention=cudnn: .* is for a GPU"),
-        ({"dropout": 0.1}, "no dropout"),
+        ({"dropout": 0.1}, r"does not have dropout; write dropout=0 \(and lora.dropout=0\)"),
         ({"optimizer": OptimizerSpec(state_dtype="bfloat16")}, "optimizer.state_dtype=bfloat16"),
         ({"device": "cuda"}, "device=cuda: jax has no such device"),
         ({"device": "tpu"}, "device=tpu: jax has no such device"),
@@ -301,6 +304,27 @@ def test_what_it_lacks_is_refused_by_name(
     path = layouts.write_model(Case(), tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
         engine_of(path, **options, backend="jax")
+
+
+PARTS = {
+    "dropout": Case(changes={"attention_dropout": 0.1}),
+    "load-balancing loss": Case("mixtral", options={"router_aux_loss_coef": 0.1}),
+    "experts in some layers only": Case("qwen3_moe", changes={"mlp_only_layers": [0]}),
+    "trained prefixes": Case(prefix=3),
+}
+
+
+@pytest.mark.parametrize("part", REFUSED_PARTS)
+def test_a_part_that_it_lacks_is_refused_by_name(part: str) -> None:
+    case = PARTS[part]
+    family = families.get(case.family)
+    config = family.config({**family.tiny, **case.changes})
+    network = hf_io.init_random(replace(config, prefix_tokens=case.prefix), "lm", seed=1)
+    spec = replace(spec_of(Path("m")), dropout=0.0, router_aux_loss_coef=0.0)
+    with pytest.raises(ConfigError, match=rf"backend=jax does not have {part}; "):
+        check_network(replace(spec, **case.options), network)
+    if case.options:  # is fine if it is switched off
+        check_network(spec, network)
 
 
 def test_requests_that_it_lacks_are_refused(tmp_path: Path) -> None:

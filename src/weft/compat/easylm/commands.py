@@ -29,6 +29,7 @@ from weft.compat.easylm.arguments import (
     parse_flags,
 )
 from weft.compat.easylm.flags import FlagRule, TrainingCommand
+from weft.compat.easylm.other_scripts import build_replaced_error, find_other_script
 from weft.compat.easylm.translation import list_host_variables, translate
 from weft.engine.spec import JAX_COORDINATOR, TPU
 from weft.errors import ConfigError, UserError, build_unknown_name_error, qualify_error
@@ -73,6 +74,8 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if name == SUBMIT:
         submit: Callable[[list[str]], int] = import_module("weft.compat.easylm.evaluation").main
         return submit(words)
+    if (other := find_other_script(name)) is not None:
+        raise build_replaced_error(name, other, [word for word in words if word not in HELP])
     if name not in tables.TRAINING:
         known = (*tables.TRAINING, *tables.CONVERTERS, SUBMIT)
         raise build_unknown_name_error("command", name, known)

@@ -97,7 +97,11 @@ def _translate_source(given: GivenFlags, done: TranslatedCommand, prefix: str) -
     """Set the option that names the training rows."""
     path = given.get(f"{prefix}path")
     split = None
-    if f"{prefix}hf_name" in given.command.flags and not path:
+    if f"{prefix}hf_name" in given.command.flags and path:
+        for name in ("hf_name", "hf_split"):
+            if given.has(f"{prefix}{name}"):
+                done.notes.append(f"--{prefix}{name} is left out: --{prefix}path names the rows")
+    elif f"{prefix}hf_name" in given.command.flags:
         path = given.get(f"{prefix}hf_name")
         split = given.get(f"{prefix}hf_split") or None
     elif f"{prefix}split" in given.command.flags:

@@ -187,29 +187,29 @@ def check_options(spec: ModelSpec) -> None:
         raise ConfigError(f"{name}={text}: backend=jax does not have it; {advice}")
 
 
+# Parts of networks, and of their training, that only backend=torch computes, with what to do instead.
+REFUSED_PARTS = {
+    "dropout": "write dropout=0 (and lora.dropout=0)",
+    "load-balancing loss": "write router_aux_loss_coef=0, or use backend=torch",
+    "experts in some layers only": "use backend=torch",
+    "trained prefixes": "use backend=torch",
+}
+
+
 def check_network(spec: ModelSpec, network: Transformer) -> None:
-    """Raise `ConfigError` for a property of the network that the engine does not compute."""
+    """Raise `ConfigError` for a part of the network that the engine does not compute."""
     config: TransformerConfig = network.config
-    if config.prefix_tokens:
-        raise ConfigError(
-            f"{spec.path} is a prefix, which backend=jax does not compute; use backend=torch"
-        )
-    if spec.trained and uses_dropout(network, spec):
-        raise ConfigError(
-            "backend=jax has no dropout, and this model or its adapters have it; write dropout=0 "
-            "(and lora.dropout=0)"
-        )
-    if choose_aux_loss_weight(config, spec.router_aux_loss_coef) and spec.trained:
-        raise ConfigError(
-            "router_aux_loss_coef: backend=jax does not balance experts; write "
-            "router_aux_loss_coef=0, or use backend=torch"
-        )
-    experts = config.experts
-    if experts is not None and experts.layers and not all(experts.layers):
-        raise ConfigError(
-            f"backend=jax has experts in all layers or in none, and {spec.path} has them in some; "
-            f"use backend=torch"
-        )
+    layers = () if config.experts is None else config.experts.layers
+    aux_loss = choose_aux_loss_weight(config, spec.router_aux_loss_coef)
+    has = {
+        "dropout": spec.trained and uses_dropout(network, spec),
+        "load-balancing loss": spec.trained and bool(aux_loss),
+        "experts in some layers only": not all(layers),
+        "trained prefixes": config.prefix_tokens > 0,
+    }
+    for part, advice in REFUSED_PARTS.items():
+        if has[part]:
+            raise ConfigError(f"{spec.path}: backend=jax does not have {part}; {advice}")
 
 
 def planned(

@@ -25,7 +25,6 @@ from jax import Array
 from torch import Tensor, nn
 
 from weft.algorithms.base import Loss, Output
-from weft.checkpoints.weight_files import write_one_by_one
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
@@ -34,11 +33,21 @@ from weft.engine.device import BestMatmulRate
 from weft.engine.generation.generate import open_generator
 from weft.engine.jax.decoder import DecoderSettings
 from weft.engine.jax.generation import CompiledDecoder, choose_budget
+from weft.engine.jax.hosts import find_shared_folder, wait_for_all_hosts
 from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.network import compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
 from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
-from weft.engine.jax.parameters import HostTensors, ParameterStacks, to_numpy, to_torch
+from weft.engine.jax.parameters import (
+    HostTensors,
+    ParameterStacks,
+    StoredArray,
+    read_on_first_host,
+    to_numpy,
+    to_torch,
+    write_on_first_host,
+    write_own_shards,
+)
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.engine import (
     OPTIMIZER,
@@ -48,7 +57,7 @@ from weft.engine.torch.engine import (
     compute_loss,
     score,
 )
-from weft.engine.torch.step import OptimizerStep, Veto
+from weft.engine.torch.step import OptimizerStep, Veto, require_optimizer
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import Packed, SamplingSupport, TopIds
 from weft.models.network.transformer import check_outputs
@@ -362,13 +371,9 @@ class JaxEngine:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
         """Run one optimizer step for each minibatch, as `TorchEngine.train` does."""
-        if self._optimizer is None:
-            raise ConfigError(
-                "this role is not trained: its weights are frozen and it has no optimizer"
-            )
         step = OptimizerStep(
             self._network,
-            self._optimizer,
+            require_optimizer(self._optimizer),
             self._collectives,
             HOST,
             self._built.cost,
@@ -467,16 +472,24 @@ class JaxEngine:
     def save_state(self, d: Path) -> None:
         """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
 
-        The first process writes one tensor after the other, and the others take part in gathering
-        each.
+        If all hosts see the directory of the first one, each writes the shards of its own devices
+        there. Otherwise the first one writes one tensor after the other, and the others take part
+        in gathering each.
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        _write_on_first_host(d / f"{PARAMETERS}.safetensors", self._select(names))
+        tensors = {PARAMETERS: self._select(names)}
         if self._optimizer is not None:
-            stored = self._optimizer.select_tensors()
-            _write_on_first_host(d / f"{OPTIMIZER}.safetensors", HostTensors(stored))
+            tensors[OPTIMIZER] = self._optimizer.select_tensors()
             values["optimizer"] = self._optimizer.collect_values()
+        folder = find_shared_folder(d)
+        if folder is None:
+            for stem, stored in tensors.items():
+                write_on_first_host(d / f"{stem}.safetensors", HostTensors(stored))
+        else:
+            with wait_for_all_hosts(f"{folder}: a host could not write its part"):
+                for stem, stored in tensors.items():
+                    write_own_shards(folder, stem, stored)
         if jax.process_index() == 0:
             checkpoint.write_values(d / STATE, values)
 
@@ -485,12 +498,7 @@ class JaxEngine:
 
         Raises `CheckpointError` if the state is damaged or belongs to another kind of role.
         """
-        values = checkpoint.read_values(d / STATE)
-        if ("optimizer" in values) != (self._optimizer is not None):
-            raise CheckpointError(
-                f"{d}: the state belongs to a role that is "
-                f"{'' if self._optimizer is None else 'not '}trained"
-            )
+        values = checkpoint.read_values(d / STATE, trained=self._optimizer is not None)
         saved = checkpoint.SavedTensors(d, PARAMETERS)
         slices = self.slices()
         for name in saved.names:
@@ -516,13 +524,14 @@ class JaxEngine:
         The first process writes one tensor after the other, and the others take part in gathering
         each.
         """
-        with _read_on_first_host(self._select(self._stacks.places)) as tensors:
+        with read_on_first_host(HostTensors(self._select(self._stacks.places))) as tensors:
             if tensors is not None:
                 self._built.save(d, tensors, tokenizer)
 
-    def _select(self, names: Iterable[str]) -> HostTensors:
+    def _select(self, names: Iterable[str]) -> dict[str, StoredArray]:
+        """Return where the values of parameters are, in the order that all hosts have."""
         arrays = self._network.arrays
-        return HostTensors({name: self._stacks.select(arrays, name) for name in sorted(names)})
+        return {name: self._stacks.select(arrays, name) for name in sorted(names)}
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -530,6 +539,8 @@ class JaxEngine:
         arrays = self._network.arrays
         total = sum(math.prod(value.shape) for value in arrays.values())
         trained = sum(math.prod(arrays[name].shape) for name in self._stacks.trained)
+        devices = next(iter(arrays.values())).sharding.device_set
+        first = min(devices, key=lambda each: each.id)
         return {
             **self._built.facts,
             "num_parameters": total,
@@ -538,33 +549,9 @@ class JaxEngine:
             "held_trainable": trained,
             "flops_per_token": self._built.cost.flops_per_token,
             "dtype": self._spec.dtype,
-            "device": _describe_devices(next(iter(arrays.values())).sharding.device_set),
+            "device": str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}",
             "notes": list(self._built.notes),
         }
-
-
-@contextmanager
-def _read_on_first_host(tensors: HostTensors) -> Iterator[HostTensors | None]:
-    """Give tensors to the first process; the others get None, and then serve its reads."""
-    if jax.process_index() == 0:
-        try:
-            yield tensors
-        finally:
-            tensors.stop()
-    else:
-        yield None
-        tensors.serve()
-
-
-def _write_on_first_host(path: Path, tensors: HostTensors) -> None:
-    with _read_on_first_host(tensors) as own:
-        if own is not None:
-            write_one_by_one(path, own.layouts, ((name, own[name]) for name in own))
-
-
-def _describe_devices(devices: Collection[Any]) -> str:
-    first = min(devices, key=lambda each: each.id)
-    return str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}"
 
 
 def _measure_matmul_rate(spec: ModelSpec, devices: Collection[Any]) -> float:

@@ -44,7 +44,7 @@ from weft.engine.jax.decoder import DecoderSettings, KeysValues, TokenRows
 from weft.engine.jax.mesh import BATCH, count_row_parts, fetch, put_on_mesh
 from weft.engine.jax.network import (
     Parameters,
-    compute_hidden_and_keys,
+    compute_hidden,
     compute_logits,
     group_stacks,
 )
@@ -94,19 +94,6 @@ class CompiledDecoder:
         self.compute_logits = compile(_compute_logits)
         self.copy_slot = compile(_copy_slot, donate_argnums=0)
         self.grow = compile(_grow, static_argnames=("slots", "capacity"))
-
-    @property
-    def num_compiled(self) -> int:
-        """Number of functions that were compiled."""
-        functions: tuple[Any, ...] = (
-            self.prefill,
-            self.decode,
-            self.decode_and_sample,
-            self.compute_logits,
-            self.copy_slot,
-            self.grow,
-        )
-        return sum(function._cache_size() for function in functions)
 
     def compute_next_logits(self, states: npt.NDArray[Any]) -> Tensor:
         """Return the logits [R, V] of hidden states [R, hidden]."""
@@ -453,7 +440,7 @@ def _prefill(
     `slots` [R * L] is the slot of each token; keys of tokens without one are dropped. The hidden
     states at `reads` are returned at the places `end_slots`.
     """
-    hidden, new = compute_hidden_and_keys(parameters, rows, decoder)
+    hidden, new = compute_hidden(parameters, rows, decoder, keeps=True)
     positions = rows.positions.reshape(-1)
 
     def write(old: Array, own: Array) -> Array:
@@ -473,7 +460,7 @@ def _decode(
     """Compute one token of the first slots; return the hidden states and the cache."""
     count = len(rows.tokens)
     past = jax.tree.map(lambda own: own[:, :count], cache)
-    hidden, new = compute_hidden_and_keys(parameters, rows, decoder, past)
+    hidden, new = compute_hidden(parameters, rows, decoder, past, keeps=True)
     slots = jnp.arange(count)
 
     def write(old: Array, own: Array) -> Array:

@@ -1,4 +1,5 @@
-"""Start of JAX on several hosts, each with a process that sees the devices of all.
+"""Start of JAX on several hosts, each with a process that sees the devices of all, and what the
+hosts tell each other.
 
 Environment variables say who takes part, as `weft launch tpu start` sets them:
 
@@ -13,20 +14,23 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from weft.engine.spec import JAX_COORDINATOR as COORDINATOR
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 
 PROCESSES = "WEFT_JAX_PROCESSES"
 PROCESS = "WEFT_JAX_PROCESS"
-ADDRESS_BYTES = 512
+TEXT_BYTES = 8192  # of a text that the first host shares, such as a path
 STORE_SECONDS = 300  # for hosts to find the first one
 
 
@@ -72,6 +76,57 @@ def connect_hosts(environ: Mapping[str, str]) -> JaxHosts | None:
     return _open_store(coordinator)
 
 
+def find_shared_folder(folder: Path) -> Path | None:
+    """Return the first host's `folder` if all hosts see it, as on a network file system.
+
+    Returns None if they do not, or if there is only one host. To be called by all hosts.
+    """
+    if jax.process_count() == 1:
+        return None
+    is_first = jax.process_index() == 0
+    token = secrets.token_hex(8)
+    shared, token = json.loads(_share_text(json.dumps([str(folder.resolve()), token])))
+    mark = Path(shared) / f".{token}"
+    try:
+        if is_first:
+            mark.touch()
+        multihost_utils.sync_global_devices(token)
+        visible = multihost_utils.process_allgather(np.bool_(mark.exists()))
+    finally:
+        if is_first:
+            mark.unlink(missing_ok=True)
+    return Path(shared) if visible.all() else None
+
+
+@contextmanager
+def wait_for_all_hosts(failure: str) -> Iterator[None]:
+    """Wait at the end of the body until all hosts are there.
+
+    An error of the body is raised after that; the other hosts raise `RunError` with the message
+    `failure`. To be called by all hosts.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    succeeded = multihost_utils.process_allgather(np.bool_(error is None))
+    if error is not None:
+        raise error
+    if not succeeded.all():
+        raise RunError(f"{failure}; its log says why")
+
+
+def _share_text(text: str) -> str:
+    """Return the first host's text on all hosts; it must be shorter than `TEXT_BYTES`."""
+    values = np.zeros(TEXT_BYTES, np.uint8)
+    encoded = text.encode()
+    values[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    shared = np.asarray(multihost_utils.broadcast_one_to_all(values))
+    # early versions of JAX sum into wider integers
+    return bytes(shared.astype(np.uint8)).rstrip(b"\0").decode()
+
+
 def _read_number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdecimal():
@@ -81,22 +136,19 @@ def _read_number(environ: Mapping[str, str], name: str) -> int:
 
 def _open_store(coordinator: str) -> JaxHosts:
     """Open a store on the first host, and tell the others by a collective where it is."""
-    from jax.experimental import multihost_utils
     from torch.distributed import TCPStore
 
     index, count = jax.process_index(), jax.process_count()
     limit = timedelta(seconds=STORE_SECONDS)
-    values = np.zeros(ADDRESS_BYTES, np.uint8)
+    text = ""
     store = None
     if index == 0:
         host = coordinator.rpartition(":")[0]
         if coordinator == "auto":
             host = socket.gethostbyname(socket.gethostname())
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        text = json.dumps([host, store.port, secrets.token_hex(32)]).encode()
-        values[: len(text)] = np.frombuffer(text, np.uint8)
-    address = bytes(np.asarray(multihost_utils.broadcast_one_to_all(values)))
-    host, port, secret = json.loads(address.rstrip(b"\0"))
+        text = json.dumps([host, store.port, secrets.token_hex(32)])
+    host, port, secret = json.loads(_share_text(text))
     if store is None:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     return JaxHosts(index, count, jax.device_count(), store, bytes.fromhex(secret))

@@ -30,52 +30,39 @@ CHUNK_CELLS = 1 << 24  # logits of a chunk of rows
 LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix
 
 
-def compute_hidden(parameters: Parameters, rows: TokenRows, decoder: DecoderSettings) -> Array:
-    """Return the hidden states after the last norm, [R, L, width]."""
-    return _compute(parameters, rows, decoder, None)[0]
-
-
-def compute_hidden_and_keys(
+def compute_hidden(
     parameters: Parameters,
     rows: TokenRows,
     decoder: DecoderSettings,
     past: Sequence[KeysValues] | None = None,
+    *,
+    keeps: bool,
 ) -> tuple[Array, list[KeysValues]]:
-    """Return the hidden states as `compute_hidden` does, and each stack's keys and values.
+    """Return the hidden states after the last norm, [R, L, width], and each stack's keys and values.
 
-    With `past`, each row is one token, which attends to the cached tokens of its sequence: to as
-    many as its position is.
+    Without `keeps`, the list of keys and values is empty. With `past`, each row is one token, which
+    attends to the cached tokens of its sequence: to as many as its position is.
     """
-    return _compute(parameters, rows, decoder, past or [None] * len(group_stacks(parameters)))
-
-
-def _compute(
-    parameters: Parameters,
-    rows: TokenRows,
-    decoder: DecoderSettings,
-    pasts: Sequence[KeysValues | None] | None,
-) -> tuple[Array, list[KeysValues]]:
-    """Run all blocks; with None in place of `pasts`, keys and values are not returned."""
     config = decoder.config
     x = decoder.gather_table(parameters["embed.weight"])[rows.tokens].astype(decoder.dtype)
     if config.embed_scale is not None:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     if "embed_in.weight" in parameters:
-        x = _apply_linear(parameters, "embed_in", x)
+        x = _apply_linear(parameters, "embed_in", x, decoder)
     if config.learned_positions is not None:
         table = parameters["positions.weight"].astype(x.dtype)
         x = x + table[rows.positions + config.position_offset]
     x = decoder.divide(x)
     new = []
     for number, (layers, stack) in enumerate(group_stacks(parameters)):
-        past = pasts[number] if pasts is not None else None
-        x, own = _run_stack(x, stack, layers, past, rows, decoder, keeps=pasts is not None)
+        own_past = None if past is None else past[number]
+        x, own = _run_stack(x, stack, layers, own_past, rows, decoder, keeps=keeps)
         if own is not None:
             new.append(own)
     if config.final_norm:
         x = _normalize(parameters, "norm", x, decoder)
     if "embed_out.weight" in parameters:
-        x = _apply_linear(parameters, "embed_out", x)
+        x = _apply_linear(parameters, "embed_out", x, decoder)
     return x, new
 
 
@@ -269,14 +256,12 @@ def _activate(x: Array, config: TransformerConfig) -> Array:
             return jax.nn.relu(x)
 
 
-def _apply_linear(
-    own: Parameters, name: str, x: Array, decoder: DecoderSettings | None = None
-) -> Array:
+def _apply_linear(own: Parameters, name: str, x: Array, decoder: DecoderSettings) -> Array:
     """Return x W^T + b, plus scale (x A^T) B^T if the matrix has a low-rank adapter."""
     y = x @ own[f"{name}.weight"].astype(x.dtype).T
     if (bias := own.get(f"{name}.bias")) is not None:
         y = y + bias.astype(x.dtype)
-    if decoder is not None and (low := own.get(f"{name}.lora_a")) is not None:
+    if (low := own.get(f"{name}.lora_a")) is not None:
         high = own[f"{name}.lora_b"].astype(x.dtype)
         y = y + (x @ low.astype(x.dtype).T) @ high.T * decoder.adapter_scale
     return y
@@ -318,7 +303,7 @@ def compute_outputs(
     `top_logprobs` [N, K + 1]. Other heads give `values` or `scores` [N]. With mean pooling, scores
     are in the order of the sequences' numbers.
     """
-    hidden = compute_hidden(parameters, rows, decoder)
+    hidden, _ = compute_hidden(parameters, rows, decoder, keeps=False)
     hidden = hidden.reshape(-1, hidden.shape[-1])[reads.rows]
     if decoder.head != "lm":
         weight = parameters["score.weight"].astype(decoder.wide)

@@ -7,10 +7,13 @@ train the same ones, so frozen layers have stacks of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +25,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
-from weft.checkpoints.weight_files import TensorLayout
+from weft.checkpoints.weight_files import TensorLayout, write_one_by_one
+from weft.engine.checkpoint import format_places
 from weft.engine.jax.mesh import choose_sharding, fetch, put_on_mesh
 from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
@@ -103,6 +107,70 @@ class HostTensors(Mapping[str, Tensor]):
         """Take part in what the first host reads; nothing is kept here."""
         while (number := _announce(STOP)) != STOP:
             self._stored[self._names[number]].read()
+
+
+@contextmanager
+def read_on_first_host(tensors: HostTensors) -> Iterator[HostTensors | None]:
+    """Give tensors to the first process; the others get None, and then serve its reads."""
+    if jax.process_index() == 0:
+        try:
+            yield tensors
+        finally:
+            tensors.stop()
+    else:
+        yield None
+        tensors.serve()
+
+
+def write_on_first_host(path: Path, tensors: HostTensors) -> None:
+    """Write a safetensors file on the first process; the others serve its reads."""
+    with read_on_first_host(tensors) as own:
+        if own is not None:
+            write_one_by_one(path, own.layouts, ((name, own[name]) for name in own))
+
+
+def write_own_shards(folder: Path, stem: str, stored: Mapping[str, StoredArray]) -> None:
+    """Write the shards on this host's devices, each device's into `{stem}-{device}.safetensors`.
+
+    Of equal shards, one is written: which one depends on the tensor's number, so that hosts with the
+    same shards share the work. One shard of a tensor is in host memory at a time.
+    `weft.engine.checkpoint.SavedTensors` reads the files of all hosts together.
+    """
+    owned: dict[int, dict[str, Any]] = {}  # shards by device and name
+    if jax.process_index() == 0:
+        owned[jax.local_devices()[0].id] = {}  # a file also if there are no tensors
+    for number, (name, tensor) in enumerate(stored.items()):
+        array = tensor.array
+        shard_elements = math.prod(array.sharding.shard_shape(array.shape))
+        replicas = len(array.sharding.device_set) * shard_elements // max(1, array.size)
+        for shard in array.addressable_shards:
+            if shard.replica_id == number % max(1, replicas):
+                owned.setdefault(shard.device.id, {})[name] = shard
+    for device, shards in owned.items():
+        layouts: dict[str, TensorLayout] = {}
+        places: dict[str, Slice] = {}
+        for name, shard in shards.items():
+            dtype, shape = stored[name].layout
+            where = shard.index if stored[name].index is None else shard.index[1:]
+            ends = [part.indices(size) for part, size in zip(where, shape, strict=True)]
+            places[name] = tuple(slice(start, stop) for start, stop, _ in ends)
+            layouts[name] = dtype, tuple(stop - start for start, stop, _ in ends)
+        values = (
+            (name, to_torch(_select_layer(shard.data, stored[name].index)))
+            for name, shard in shards.items()
+        )
+        path = folder / f"{stem}-{device}.safetensors"
+        write_one_by_one(path, layouts, values, format_places(places))
+
+
+def _select_layer(shard: Array, index: int | None) -> Array:
+    """Return one layer of a stack's shard on one device, or all of it if it is no stack."""
+    return shard if index is None else _get_shard_layer(shard, np.int32(index))
+
+
+@jax.jit
+def _get_shard_layer(shard: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(shard, index, 0, keepdims=False)
 
 
 def _announce(number: int) -> int:

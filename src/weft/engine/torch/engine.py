@@ -43,9 +43,9 @@ from weft.engine.torch.step import (
     MinibatchSums,
     OptimizerStep,
     Veto,
+    require_optimizer,
     to_plain_stats,
 )
-from weft.errors import CheckpointError, ConfigError
 from weft.kernels import build_copy_queue
 from weft.models.network import transformer
 from weft.models.network.linear import StoredParameter
@@ -339,14 +339,11 @@ class TorchEngine:
         gradient is not finite for another reason and the role has `on_nonfinite=skip`; with
         `on_nonfinite=stop`, this raises `NotFinite` with the ids of the samples.
         """
-        if self._optimizer is None:
-            raise ConfigError(
-                "this role is not trained: its weights are frozen and it has no optimizer"
-            )
+        trained = require_optimizer(self._optimizer)
         self.onload("weights")
         step = OptimizerStep(
             self._network,
-            self._optimizer,
+            trained,
             self._collectives,
             self._device,
             self._built.cost,
@@ -512,12 +509,7 @@ class TorchEngine:
         Raises `CheckpointError` if the state is damaged, or if a trained role loads the state of a
         frozen role or the reverse.
         """
-        values = checkpoint.read_values(d / STATE)
-        if ("optimizer" in values) != (self._optimizer is not None):
-            raise CheckpointError(
-                f"{d}: the state belongs to a role that is "
-                f"{'' if self._optimizer is None else 'not '}trained"
-            )
+        values = checkpoint.read_values(d / STATE, trained=self._optimizer is not None)
         self.onload("weights")
         self._masters.load(self._read(d, PARAMETERS))
         if self._optimizer is not None:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from weft.kernels import put
 from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import RowGradient
 
+T = TypeVar("T")
 Veto = Callable[[Mapping[str, float]], str | None]
 SHOWN = 8  # maximum number of sample ids in an error message
 # Denominators added to the loss's: the divisor of the experts' auxiliary loss, and the number of
@@ -229,6 +230,15 @@ class StepOptimizer(Protocol):
     def step(self, norm: Tensor) -> None: ...
     def zero_grad(self) -> None: ...
     def handle_overflow(self) -> bool: ...
+
+
+def require_optimizer(optimizer: T | None) -> T:
+    """Return the optimizer of a role. Raises `ConfigError` if the role is not trained."""
+    if optimizer is None:
+        raise ConfigError(
+            "this role is not trained: its weights are frozen and it has no optimizer"
+        )
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ def read_gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
     `act` is the name of the activation function if config.json does not name one.
     """
     read.refuse("add_cross_attention", "there is no encoder to attend to")
-    hidden = read("n_embd", 768)
-    heads = read("n_head", 12)
+    hidden = read.need("n_embd")
+    heads = read.need("n_head")
     positions = read("n_positions", 1024)
     return {
         "family": read.family,
         "vocab_size": read.need("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": read("n_layer", 12),
+        "num_layers": read.need("n_layer"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": hidden // heads,

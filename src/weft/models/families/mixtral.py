@@ -20,7 +20,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         read, layers, read("sliding_window", None), [True] * layers
     )
     experts = Experts(
-        read("num_local_experts", 8), read("num_experts_per_tok", 2), fields["intermediate_size"]
+        read.need("num_local_experts"), read("num_experts_per_tok", 2), fields["intermediate_size"]
     )
     return TransformerConfig(**fields, experts=experts, extra=read.extra())
 

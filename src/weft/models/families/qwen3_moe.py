@@ -30,10 +30,11 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     sparse = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
     if not any(sparse):
         raise CheckpointError("leaves no layer with experts; such a model is of type qwen3")
+    other_spelling = read("num_local_experts", 0)
     experts = Experts(
-        num=read("num_experts", read("num_local_experts", 128)),
+        num=read("num_experts", other_spelling) or read.need("num_experts"),
         top_k=read("num_experts_per_tok", 8),
-        intermediate_size=read("moe_intermediate_size", 768),
+        intermediate_size=read.need("moe_intermediate_size"),
         normalize=read("norm_topk_prob", False),
         layers=() if all(sparse) else sparse,
     )

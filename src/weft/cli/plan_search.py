@@ -1,0 +1,173 @@
+"""`weft plan search`: the placement that a search finds for a run, also as a file to edit and run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli.plan_run import WORDS, build_planned_config
+from weft.errors import ConfigError
+from weft.planner.devices import GIB
+from weft.planner.placement import SEARCH, is_plan_path
+from weft.planner.profile import NOTE
+
+if TYPE_CHECKING:
+    from weft.experiments.common import RunConfig
+    from weft.launch.plan_run import RunForecast
+
+SUMMARY = "the placement that allocation_mode=search finds for an experiment"
+EPILOG = """Seconds are estimates from the sizes of matrix products, memory reads and messages.
+Use them to compare placements. search.* sets the assumptions: the GPU, which this machine need
+not have, its memory, and the lengths of prompts and answers.
+
+examples:
+  weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
+  weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json
+  weft plan search ppo ... n_gpus_per_node=8 --output plan.yaml       # to edit; run it with allocation_mode=plan.yaml
+  weft plan search ppo ... n_gpus_per_node=8 allocation_mode=plan.yaml    # compare the plan with the search"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "search", help=SUMMARY, description=f"Print {SUMMARY}.", epilog=EPILOG
+    )
+    parser.add_argument("words", **WORDS)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the plan to a file, such as plan.yaml"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def print_search(arguments: argparse.Namespace) -> None:
+    """Print the devices that `allocation_mode=search` assigns to each model call of a run.
+
+    With a single device, or if every role has a layout, there is nothing to choose: then the time
+    of a step with these layouts is printed. If the words set `allocation_mode` to a plan file, the
+    plan is compared with the placement that is found. Raises `ConfigError` if a model's config.json
+    is missing or if the speed of the devices is not known.
+    """
+    from weft.launch.plan_run import forecast_experiment, forecast_run, plan_experiment
+
+    path = arguments.output
+    if path is not None:
+        check_output(path)
+    given = build_planned_config(arguments.words)
+    config = replace(given, allocation_mode=SEARCH)
+    planned, target = plan_experiment(config)
+    experiment = planned.experiment
+    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
+    if stale:
+        raise ConfigError("\n".join(stale))
+    missing = [note for note in experiment.plan_notes if "config.json is not" in note]
+    if missing and not experiment.search:
+        raise ConfigError("\n".join(missing))
+    forecast = None
+    compares = is_plan_path(given.allocation_mode)
+    if path is not None or compares or not experiment.search:
+        forecast = forecast_experiment(planned, target, config.max_steps)
+    if arguments.json:
+        if experiment.search:
+            report = dict(experiment.search)
+        else:
+            assert forecast is not None
+            report = forecast.step.to_dict()
+        lines = []
+    elif experiment.search:
+        lines = [
+            line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))
+        ]
+    else:
+        assert forecast is not None
+        lines = [
+            *forecast.step.format_lines(),
+            forecast.target.format_verdict(forecast.needed),
+            "nothing to choose: the run has one device, or every role has a layout; "
+            "n_gpus_per_node=8 (or n_nodes) asks for more devices",
+        ]
+    if compares:
+        assert forecast is not None
+        mine = forecast_run(given)
+        lines.append(_compare(given.allocation_mode, mine, forecast))
+        if arguments.json:
+            report["plan"] = {
+                "step_seconds": mine.step.step_seconds,
+                "memory_gb": mine.needed / GIB,
+                "fits": mine.fits,
+            }
+    if path is not None:
+        assert forecast is not None
+        write_plan(path, forecast, config, arguments.words[0])
+        lines.append(
+            f"written to {path}; weft plan run ... allocation_mode={path} prices it, and weft "
+            f"quickstart ... allocation_mode={path} runs it"
+        )
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines))
+
+
+def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
+    """Return a line that compares the plan of a file with the placement that was found."""
+    a, b = mine.step.step_seconds, best.step.step_seconds
+    fits = "" if mine.fits else ", which does not fit"
+    line = f"{path}: {a:.3g} s per step and {mine.needed / GIB:.1f} GiB of a device{fits}; the search finds "
+    line += f"{b:.3g} s and {best.needed / GIB:.1f} GiB"
+    return line if b == a else f"{line} ({a / b:.2f} times as fast)"
+
+
+def check_output(path: Path) -> None:
+    """Raise `ConfigError` if a plan would replace a file that weft has not written, or an edited one."""
+    from weft.planner.plan_file import CHECKSUM, is_unchanged
+    from weft.reading import read_text
+    from weft.writing import resolve_destination
+
+    resolve_destination(path)
+    if not path.exists():
+        return
+    text = read_text(path, f"--output {path}", ConfigError)
+    if is_unchanged(text):
+        return
+    what = "is no plan of weft's"
+    if CHECKSUM.search(text):
+        what = "has been edited since weft wrote it"
+    raise ConfigError(
+        f"--output {path}: exists already and {what}; name another file, or remove this one"
+    )
+
+
+def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: str) -> None:
+    """Write the placement of a run, with its estimates, as a plan file."""
+    from weft.experiments.plans import build_run_plan
+    from weft.planner.placement import build_workload
+    from weft.planner.plan_file import format_plan
+    from weft.writing import write
+
+    experiment = forecast.experiment
+    plan = build_run_plan(experiment, config)
+    peaks = forecast.compute_call_peaks()
+    calls = {}
+    for name, call in plan.calls.items():
+        estimated: dict[str, Any] = {}
+        if name in forecast.step.calls:
+            of_call = forecast.step.calls[name]
+            estimated = {"seconds": of_call.seconds, "bound": of_call.bound}
+        if name in peaks:
+            estimated["memory_gb"] = peaks[name] / GIB
+        calls[name] = replace(call, estimated=estimated)
+    first = experiment.graph.list_model_calls()[0]
+    load = build_workload(experiment, config.search, experiment.dataset, first)
+    estimates = {
+        "device": forecast.device,
+        "step_seconds": forecast.step.step_seconds,
+        "memory_gb": forecast.needed / GIB,
+        "usable_memory_gb": forecast.usable / GIB,
+        "prompt_tokens": load.prompt_tokens,
+        "answer_tokens": load.new_tokens,
+        "basis": forecast.step.basis,
+    }
+    per_node = config.n_gpus_per_node or 1
+    facts = replace(plan.facts, devices=config.n_nodes * per_node, devices_per_node=per_node)
+    plan = replace(plan, calls=calls, estimates=estimates, facts=facts, source=str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, format_plan(plan, algorithm))
