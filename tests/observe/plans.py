@@ -46,7 +46,7 @@ def make_plan() -> ShownPlan:
                 {"products": 0.25, "memory": 1.25, "unheard-of": 0.0},
             ),
             ShownCall(
-                "actor_train", "actor", "d1", [1], 1.0, 0.0, 0.0, "offload", {"offload": 1.0}
+                "actor_train", "actor", "d1", [1], 1.0, 0.0, 0.0, "waiting", {"waiting": 1.0}
             ),
         ],
         spans=spans,

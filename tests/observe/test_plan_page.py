@@ -29,7 +29,7 @@ def test_the_page_has_every_section_and_its_numbers() -> None:
         "d1 on device 0",
         "3.00 GiB at most",
         "memory (83%)",
-        "offload (100%)",
+        "waiting (100%)",
         "8 sequences of 100 + <50> tokens a step",
         "the data sheet of H100",
     ):
@@ -74,7 +74,7 @@ def test_the_page_needs_no_network() -> None:
 def test_unknown_parts_have_colours_of_their_own() -> None:
     plan = make_plan()
     hues = find_part_hues(plan.calls)
-    assert list(hues) == ["products", "memory", "offload"]
+    assert list(hues) == ["products", "memory", "waiting"]
     assert len(set(hues.values())) == 3
 
 

@@ -141,6 +141,19 @@ def test_the_cores_of_a_machine_bound_a_step(seed: int) -> None:
     assert result.step_seconds == pytest.approx(estimate.step_seconds, rel=1e-12)
 
 
+def test_calls_at_the_same_time_share_the_cores_of_a_machine() -> None:
+    """Four processes of one thread compute at once on two cores: that takes twice as long."""
+    graph = build_graph([call(f"n{number}", "inference", []) for number in range(4)])
+    meshes = {f"n{number}": [Mesh(Layout(), (number,))] for number in range(4)}
+    loads = dict.fromkeys(meshes, CallWorkload("inference", 8, 50, 50))
+    problem = build_problem(graph, meshes, loads, 4, estimate_cpu_rates(2, 8.0, 4, 1))
+    result, estimate = run(graph, problem, [0] * 4, 2)
+    alone = estimate.seconds["n0"]
+    assert find(result, "n3")[0].seconds == alone
+    assert result.step_ends == pytest.approx([2 * alone, 4 * alone])
+    assert result.step_seconds == pytest.approx(estimate.step_seconds)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_memory_peaks_at_what_the_search_estimates(seed: int) -> None:
     draw = random.Random(seed)

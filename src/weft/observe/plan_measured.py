@@ -8,6 +8,7 @@ from html import escape
 from statistics import median_low
 
 from weft.observe.charts import format_hue
+from weft.observe.metrics import PREDICTED, is_finite
 from weft.observe.page import GREY, render_folded
 from weft.observe.plan_page import (
     find_call_styles,
@@ -30,11 +31,13 @@ Bar = tuple[float, float]  # start and duration in seconds, from the start of th
 class TypicalStep:
     """Step of a run whose duration is the median, and when its nodes ran.
 
-    `bars` maps the names of nodes to their activities in the step.
+    `bars` maps the names of nodes to their activities in the step. `predicted` is the duration that
+    was predicted for this step, if it was.
     """
 
     step: int
     seconds: float
+    predicted: float | None
     bars: Mapping[str, Sequence[Bar]]
 
 
@@ -61,7 +64,8 @@ def find_typical_step(run: RunFiles) -> TypicalStep | None:
     bars: dict[str, list[Bar]] = {}
     for name, start, seconds in starts[step]:
         bars.setdefault(name, []).append((start - begin, seconds))
-    return TypicalStep(step, middle, bars)
+    predicted = line.get(f"{PREDICTED}{STEP_SECONDS}")
+    return TypicalStep(step, middle, float(predicted) if is_finite(predicted) else None, bars)
 
 
 def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
@@ -114,7 +118,7 @@ def _render_lanes(plan: ShownPlan, typical: TypicalStep) -> str:
     return (
         f'<p class="note">The upper bar of each call is predicted, the lower bar measured in step '
         f"{typical.step}, the median of the steps after the first: predicted "
-        f"{escape(format_seconds(plan.step_seconds))} a step, measured "
+        f"{escape(format_seconds(typical.predicted or plan.step_seconds))} a step, measured "
         f"{escape(format_seconds(typical.seconds))}.</p>"
         f'<div class="gantt pairs">{"".join(rows)}{render_time_axis(length)}</div>'
     )

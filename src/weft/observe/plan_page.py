@@ -34,8 +34,10 @@ PARTS: Mapping[str, tuple[ColourPair, str]] = {
     "messages": (ORANGE, "messages between devices"),
     "overhead": (GREY, "starting kernels, packing, passing calls on"),
     "bubble": (SKY, "waiting of pipeline stages"),
+    "offload": (MAGENTA, "copies to host memory and back"),
+    "preemption": (OLIVE, "computing preempted sequences again"),
 }
-OTHER_PARTS = (OLIVE, MAGENTA, *HUES)
+OTHER_PARTS = tuple(reversed(HUES))
 WIDE_STEPS = 3  # steps that fit in the width of the page; more of them scroll
 MOST_ROWS = 400  # rows of the table of all activities
 
