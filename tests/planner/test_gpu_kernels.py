@@ -112,9 +112,9 @@ def test_expert_parallel_ranks_wait_for_the_busiest() -> None:
 
 
 def test_gathered_weights_need_new_graphs() -> None:
-    """Six graphs of four layers, started twice each."""
+    """Six graphs of four layers, started three times each."""
     load = CallWorkload("generate", 8, 60, 40)
-    starts = 6 * 2 * 4 * H100.launch
+    starts = 6 * 3 * 4 * H100.launch
     mesh = Mesh(Layout(data=2, fsdp=1), (0, 1))
     sharded = Mesh(Layout(data=2, fsdp=2), (0, 1))
     kept, gathered = (estimate_call(SMALL, load, each, H100).parts for each in (mesh, sharded))

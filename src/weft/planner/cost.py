@@ -36,8 +36,8 @@ from weft.topology import Layout, Mesh, compute_stage
 # Bytes per second at which a process gets a batch from another: pickled, over sockets
 BATCH_BANDWIDTH = 1e9
 # CUDA graphs of a generation, one for each of some batch sizes; a layer's kernels are started one by
-# one before a graph is captured and meanwhile
-GRAPHS, RUNS_PER_GRAPH = 6, 2
+# one twice before a graph is captured, and meanwhile
+GRAPHS, RUNS_PER_GRAPH = 6, 3
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
 
 
