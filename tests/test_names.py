@@ -36,7 +36,8 @@ build_no_eos_error build_no_template_error count_common_end find_unwanted_phrase
 has_leading_bos require_bos take_rows _accepts_text _build_timeout_trouble _build_word_pattern
 _build_yaml_error _collect_texts _escape_label _find_first_option _find_names _format_address
 _format_numbers _is_head_norm _is_metrics_mapping _is_installed _choose_unit _iterate_sampling
-iterate_length_statistics
+iterate_length_statistics REACHED_FLOPS_SHARE REACHED_LINK_SHARE _compute_present_share
+_compute_stored_share
 MAX_EXHAUSTIVE
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)

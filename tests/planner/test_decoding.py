@@ -11,7 +11,7 @@ from weft.engine.generation.blocks import PageManager
 from weft.engine.generation.scheduler import GenerationBudget, Scheduler, Sequence
 from weft.models.kv.pages import PAGE as ENGINE_PAGE
 from weft.planner import decoding
-from weft.planner.cost import CallWorkload, estimate_call_seconds
+from weft.planner.cost import CallWorkload, estimate_call, estimate_call_seconds
 from weft.planner.decoding import DecodingPlan, plan_decoding
 from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
@@ -104,6 +104,13 @@ def test_a_small_cache_takes_longer() -> None:
     assert seconds[0] == roomy < seconds[1] < seconds[2]
     small = replace(rates, capacity=4 * 8 * 3000 * token)
     assert estimate_call_seconds(SMALL, load, mesh, small) == seconds[2]
+    # What is computed again has a part of its own.
+    fast = replace(rates, flops=1e9)
+    parts = [
+        estimate_call(SMALL, replace(load, cache_bytes=size * 3000 * token), mesh, fast).parts
+        for size in (100, 8)
+    ]
+    assert parts[0]["preemption"] == 0.0 < parts[1]["preemption"]
     # Ranks share the sequences.
     both = estimate_call_seconds(
         SMALL,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.planner.profiles import KEY, MACHINE, contents
 from weft.errors import ConfigError
+from weft.planner.devices import find_gpu_rates
 from weft.planner.profile import (
     MeasuredCurve,
     MeasuredSurface,
@@ -23,6 +24,7 @@ from weft.planner.profile import (
     name_device_folder,
     name_file,
     parse_times,
+    read_file,
 )
 
 WANTED = [(KEY, "float32")]
@@ -113,6 +115,25 @@ def test_a_profile_of_this_machine_and_shape_is_found(cache: Path) -> None:
     assert found.links is not None and found.links.contention == 1.25
     assert find_profile([(KEY, "bfloat16")], MACHINE) is None
     assert find_profile([(replace(KEY, hidden=64), "float32")], MACHINE) is None
+
+
+def test_measured_copies_to_the_host_replace_the_data_sheet(cache: Path) -> None:
+    """The slower direction counts, at the largest size."""
+    copies = {"out": [[1e6, 1e9], [1e-3, 0.1]], "back": [[1e6, 1e9], [1e-3, 0.05]]}
+    write(cache, host_copies=copies)
+    found = find_profile(WANTED, MACHINE)
+    assert found is not None and found.host_bandwidth == pytest.approx(1e10)
+    assert (
+        find_gpu_rates("H100", "float32").with_profile(found).host_bandwidth == found.host_bandwidth
+    )
+    copies["back"][1][1] = 0.0
+    path = write(cache, host_copies=copies)
+    with pytest.raises(ConfigError, match=r"damaged .*a copy of 0 s"):
+        read_file(path, None)
+    write(cache)
+    found = find_profile(WANTED, MACHINE)
+    assert found is not None and found.host_bandwidth is None
+    assert find_gpu_rates("H100", "float32").with_profile(found).host_bandwidth == 0.8 * 64e9
 
 
 def test_a_file_of_another_machine_is_used_where_it_is_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ LOGIT_TRAFFIC = 12  # bytes read and written of each logit, which is float32
 EXPERT_EXCESS = 0.6
 STEP_SECONDS = 3e-4  # host time between two decode steps
 BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
-PARTS = ("products", "memory", "messages", "overhead", "bubble", "offload")
+PARTS = ("products", "memory", "messages", "overhead", "bubble", "offload", "preemption")
 
 
 class CallCost(NamedTuple):
@@ -45,6 +45,7 @@ class CallCost(NamedTuple):
     `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
     packing and passing calls on, `bubble` the time in which a pipeline stage has no work, and
     `offload` that of copies to host memory and back, and of updates there, which nothing hides.
+    `preemption` is the time to compute again what sequences had computed before they were preempted.
     """
 
     products: float = 0.0
@@ -53,6 +54,7 @@ class CallCost(NamedTuple):
     overhead: float = 0.0
     bubble: float = 0.0
     offload: float = 0.0
+    preemption: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -133,8 +133,9 @@ class CallEstimate:
     """Estimated time of a call, and its parts in seconds.
 
     The parts are "products", "memory" (reads and writes), "messages", "overhead" (starting kernels,
-    packing, passing calls on), "bubble" (waiting of pipeline stages) and "offload" (copies to host
-    memory and back that nothing hides, and updates there).
+    packing, passing calls on), "bubble" (waiting of pipeline stages), "offload" (copies to host
+    memory and back that nothing hides, and updates there) and "preemption" (what sequences that were
+    preempted compute again).
     """
 
     seconds: float
@@ -359,16 +360,12 @@ def _estimate_generation(
         room=_count_cache_tokens(network, load, layout, rates),
     )
     # Equal prompts are computed once.
-    tokens = own / load.samples * load.prompt_tokens + decoding.computed_again
-    states = network.element_bytes * shape.hidden
-    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
-    cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
-    if layout.tensor > 1:
-        group = list_group(mesh, "tensor")
-        sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, group, layout.tensor)
-        seconds *= times.get_factor("tensor")
-        cost = cost.add(CallCost(messages=seconds))
+    prompts = own / load.samples * load.prompt_tokens
+    cost = _estimate_prompts(network, load, mesh, rates, times, prompts)
+    if decoding.computed_again:
+        whole = prompts + decoding.computed_again
+        repeated = _estimate_prompts(network, load, mesh, rates, times, whole)
+        cost = cost.add(CallCost(preemption=max(0.0, repeated.seconds - cost.seconds)))
     if layout.fsdp > 1 or layout.expert > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
@@ -384,9 +381,32 @@ def _estimate_generation(
         seconds = estimate_decode_messages(network, group_size, mesh, rates)
         seconds *= times.get_factor("decode")
         if layout.pipeline > 1:
-            sent = rates.time_send(group_size * states, list_group(mesh, "pipeline"))
+            states = group_size * network.element_bytes * shape.hidden
+            sent = rates.time_send(states, list_group(mesh, "pipeline"))
             seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
+    return cost
+
+
+def _estimate_prompts(
+    network: DecoderSizes,
+    load: CallWorkload,
+    mesh: Mesh,
+    rates: DeviceRates,
+    times: ComputeTimes,
+    tokens: float,
+) -> CallCost:
+    """Return the cost of computing `tokens` tokens of prompts on each data-parallel rank."""
+    layout = mesh.layout
+    own = math.ceil(load.num_sequences / layout.data / layout.context)
+    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
+    layers = network.shape.layers / layout.pipeline
+    cost = block.multiply(layers).add(rest.multiply(1.0 / layout.pipeline))
+    if layout.tensor > 1:
+        states = tokens * network.element_bytes * network.shape.hidden
+        seconds = rates.time_sum(states, list_group(mesh, "tensor"), layout.tensor)
+        seconds *= 2 * layers * times.get_factor("tensor")
+        cost = cost.add(CallCost(messages=seconds))
     return cost
 
 

@@ -14,7 +14,10 @@ from functools import lru_cache
 
 PAGE = 256  # tokens of a page of the KV cache (`weft.models.kv.pages`)
 SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
-REPLAYED = 64  # sequences that are replayed; each stands for an equal number
+# Sequences that are replayed at most, and about how many of them run together; each stands for an
+# equal number of sequences
+REPLAYED = 128
+REPLAYED_TOGETHER = 16
 STRIDES = 64  # strides in which a replay decodes the longest answer
 SEED = 1
 
@@ -57,7 +60,7 @@ def plan_decoding(
     shared = prompt / samples
     if together * (shared + longest + 2 * PAGE) <= room:
         return DecodingPlan(tuple(_list_steps(sequences, together, prompt, mean, longest)))
-    return _replay(sequences, together, prompt, shared, max(1, mean), longest, room)
+    return _simulate_decoding(sequences, together, prompt, shared, max(1, mean), longest, room)
 
 
 def _list_steps(
@@ -84,7 +87,7 @@ def _list_steps(
 
 
 @dataclass(eq=False)
-class _Answer:
+class _ReplayedAnswer:
     """Answer in a replay: its length, and the tokens decoded so far."""
 
     length: float
@@ -92,7 +95,7 @@ class _Answer:
     started: bool = False
 
 
-def _replay(
+def _simulate_decoding(
     sequences: int,
     together: int,
     prompt: int,
@@ -107,20 +110,22 @@ def _replay(
     running ones need more room than there is, the youngest are preempted: they wait at the head of
     the queue, and their tokens are computed again.
     """
-    count = min(REPLAYED, sequences)
-    each = sequences / count
+    fitting = min(together, max(1.0, room / (shared + mean / 2 + 1.5 * PAGE)))
+    each = max(1.0, fitting / REPLAYED_TOGETHER)
+    count = min(REPLAYED, round(sequences / each) or 1)
+    rounds = sequences / (count * each)  # the replay is repeated for the other sequences
     most = max(1.0, together / each)
     pages = max(room / PAGE / each, (shared + longest) / PAGE + 2.0)
     power = (longest - mean) / mean if longest > mean else 0.0
     lengths = [longest * ((number + 0.5) / count) ** power for number in range(count)]
     random.Random(SEED).shuffle(lengths)
-    waiting = deque(_Answer(length) for length in lengths)
-    running: list[_Answer] = []
+    waiting = deque(_ReplayedAnswer(length) for length in lengths)
+    running: list[_ReplayedAnswer] = []
     stride = max(1.0, longest / STRIDES)
     steps: list[DecodeSteps] = []
     again = preemptions = 0.0
 
-    def count_pages(answer: _Answer, more: float) -> float:
+    def count_pages(answer: _ReplayedAnswer, more: float) -> float:
         # The first and the last page are partly empty, as `PageManager` counts.
         return (shared + answer.done + more) / PAGE + 1.5
 
@@ -144,11 +149,11 @@ def _replay(
             answer.started = True
             running.append(answer)
         context = prompt + sum(answer.done for answer in running) / len(running) + stride / 2
-        steps.append((stride, max(1.0, len(running) * each), context))
+        steps.append((rounds * stride, max(1.0, len(running) * each), context))
         for answer in running:
             answer.done += stride
         running = [answer for answer in running if answer.done < answer.length]
-    return DecodingPlan(_join_steps(steps), again * each, preemptions * each)
+    return DecodingPlan(_join_steps(steps), rounds * again * each, rounds * preemptions * each)
 
 
 def _join_steps(steps: list[DecodeSteps]) -> tuple[DecodeSteps, ...]:

@@ -121,7 +121,8 @@ class DeviceRates:
         """Return the rates with measured times, and with a basis that names them."""
         if profile is None:
             return self
-        return replace(self, profile=profile, basis=profile.basis)
+        bandwidth = profile.host_bandwidth or self.host_bandwidth
+        return replace(self, profile=profile, basis=profile.basis, host_bandwidth=bandwidth)
 
     # -- messages
 

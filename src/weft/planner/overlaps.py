@@ -33,7 +33,7 @@ class LackedElements(NamedTuple):
     crossing: Floats
 
 
-class _Positions(NamedTuple):
+class _DevicePositions(NamedTuple):
     """Coordinates of devices in a mesh, int64 [devices] each; -1 if the mesh does not have a device."""
 
     data: Integers
@@ -41,7 +41,7 @@ class _Positions(NamedTuple):
     pipeline: Integers
 
 
-class _Slice(NamedTuple):
+class _MatrixSlice(NamedTuple):
     """Interval of the rows or columns of a matrix, as fractions of all of them."""
 
     start: Floats
@@ -82,7 +82,7 @@ def compute_lacked_elements(
     return LackedElements(missing, missing * _compute_distant_share(source, ranks, per_node))
 
 
-def _locate(mesh: Mesh, ranks: Integers) -> _Positions:
+def _locate(mesh: Mesh, ranks: Integers) -> _DevicePositions:
     """Return the coordinates of devices in a mesh, whose ranks are ascending."""
     layout = mesh.layout
     own = np.array(mesh.ranks, np.int64)
@@ -90,7 +90,7 @@ def _locate(mesh: Mesh, ranks: Integers) -> _Positions:
     known = own[at] == ranks
     rest, tensor = np.divmod(at, layout.tensor)
     pipeline, data = np.divmod(rest // layout.context, layout.data)
-    return _Positions(*(np.where(known, each, -1) for each in (data, tensor, pipeline)))
+    return _DevicePositions(*(np.where(known, each, -1) for each in (data, tensor, pipeline)))
 
 
 def _list_elements(network: DecoderSizes) -> dict[str, float]:
@@ -158,24 +158,24 @@ def _count_layers(
     }
 
 
-def _list_slices(kind: str, layout: Layout, at: _Positions) -> list[_Slice]:
+def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_MatrixSlice]:
     """Return the rows and columns (for experts: also the experts) that devices have of a matrix."""
-    tensor = _Slice(at.tensor / layout.tensor, np.full(len(at.tensor), 1.0 / layout.tensor))
+    tensor = _MatrixSlice(at.tensor / layout.tensor, np.full(len(at.tensor), 1.0 / layout.tensor))
     if kind.startswith("expert"):
         parts = layout.expert * layout.expert_shards
         number = at.data % layout.expert * layout.expert_shards
         number = number + at.data % layout.fsdp // layout.expert
-        experts = _Slice(number / parts, np.full(len(number), 1.0 / parts))
+        experts = _MatrixSlice(number / parts, np.full(len(number), 1.0 / parts))
         return [experts, tensor]
     shard = at.data % layout.fsdp
     if kind == "columns":
-        rows = _Slice(shard / layout.fsdp, np.full(len(shard), 1.0 / layout.fsdp))
+        rows = _MatrixSlice(shard / layout.fsdp, np.full(len(shard), 1.0 / layout.fsdp))
         return [rows, tensor]
     # Rows are divided over tensor ranks, and each part over shards.
     parts = layout.tensor * layout.fsdp
     number = at.tensor * layout.fsdp + shard
-    whole = _Slice(np.zeros(len(shard)), np.ones(len(shard)))
-    return [_Slice(number / parts, np.full(len(number), 1.0 / parts)), whole]
+    whole = _MatrixSlice(np.zeros(len(shard)), np.ones(len(shard)))
+    return [_MatrixSlice(number / parts, np.full(len(number), 1.0 / parts)), whole]
 
 
 def _compute_distant_share(source: Mesh, ranks: Integers, per_node: int) -> Floats:

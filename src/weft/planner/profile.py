@@ -259,6 +259,8 @@ class DeviceProfile:
     links: LinkTimes | None = None
     paths: tuple[str, ...] = ()
     created: str = ""
+    # bytes per second of copies between a GPU and host memory, or None if they were not measured
+    host_bandwidth: float | None = None
     memo: dict[Any, Any] = field(default_factory=dict)  # results of interpolations
 
     @cached_property
@@ -319,6 +321,7 @@ def find_profile(
             )
     times = {}
     newest: tuple[str, LinkTimes | None] = ("", None)
+    host_bandwidth = None
     used = []
     for path in sorted(paths):
         values = read_file(path, machine if given is None else None)
@@ -329,10 +332,11 @@ def find_profile(
         links = parse_links(values["links"])
         if values["created"] >= newest[0]:
             newest = (values["created"], links or newest[1])
+            host_bandwidth = parse_host_bandwidth(values.get("host_copies")) or host_bandwidth
         used.append(str(path))
     if not times:
         return None
-    return DeviceProfile(times, newest[1], tuple(used), newest[0])
+    return DeviceProfile(times, newest[1], tuple(used), newest[0], host_bandwidth)
 
 
 def find_usable_profile(
@@ -364,6 +368,7 @@ def read_file(path: Path, machine: ProfileMachine | None) -> dict[str, Any]:
         # Parsing finds missing and wrong values.
         parse_times(values)
         parse_links(values["links"])
+        parse_host_bandwidth(values.get("host_copies"))
         ShapeKey(**values["shape"])
         source = ProfileMachine(values["device"], values["torch"])
         assert isinstance(values["tensor"], int) and isinstance(values["threads"], int)
@@ -414,6 +419,23 @@ def parse_links(values: Mapping[str, Any] | None) -> LinkTimes | None:
     _check_numbers(values)
     messages = {name: MeasuredCurve(*values[name]) for name in MESSAGES}
     return LinkTimes(messages, values["contention"], values["startup_seconds"])
+
+
+def parse_host_bandwidth(values: Mapping[str, Any] | None) -> float | None:
+    """Return the bytes per second of large copies to host memory and back, the slower of both.
+
+    `values` are the copies in a profile's contents, or None if they were not measured.
+    """
+    if values is None:
+        return None
+    _check_numbers(values)
+    rates = []
+    for name in ("out", "back"):
+        sizes, seconds = values[name]
+        if not seconds[-1]:
+            raise ValueError("a copy of 0 s")
+        rates.append(float(sizes[-1]) / float(seconds[-1]))
+    return min(rates)
 
 
 def build_contents(
