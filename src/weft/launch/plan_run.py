@@ -52,11 +52,12 @@ LEAST_MEMORY_SAVED = 0.1
 
 @dataclass(frozen=True)
 class RunRows:
-    """Rows that a run reads: their lengths, the largest batches, and the number of steps."""
+    """Rows that a run reads: their lengths, the largest batches, and the length of the run."""
 
     data: LoadedData
     batches: Sequence[SequenceSample]
     steps: int
+    steps_per_epoch: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class RunForecast:
         rows: Number of rows per step.
         lengths: Phrase for the lengths of rows; "" if the rows were read.
         steps: Number of steps of the run, or None if it is not known.
+        epochs: Number of passes over the rows, or None if they were not read.
     """
 
     experiment: Experiment
@@ -84,6 +86,7 @@ class RunForecast:
     rows: int
     lengths: str
     steps: int | None
+    epochs: float | None = None
 
     @property
     def usable(self) -> float:
@@ -143,7 +146,7 @@ def read_run_rows(config: RunConfig) -> RunRows:
     target = TargetDevices.from_experiment(experiment, mode)
     data = read_data(resolve_run(experiment, target.device))
     batches = data.loaded.train.build_large_batches()
-    return RunRows(data.loaded, batches, data.horizon.steps)
+    return RunRows(data.loaded, batches, data.horizon.steps, data.horizon.steps_per_epoch)
 
 
 def forecast_run(config: RunConfig, rows: RunRows | None = None) -> RunForecast:
@@ -185,8 +188,10 @@ def forecast_experiment(
     if stale:
         raise ConfigError("\n".join(stale))
     steps = max_steps
-    if steps is None and rows is not None:
-        steps = rows.steps
+    epochs = None
+    if rows is not None:
+        steps = steps or rows.steps
+        epochs = steps / rows.steps_per_epoch
     return RunForecast(
         experiment,
         target,
@@ -197,6 +202,7 @@ def forecast_experiment(
         max(batch.num_ids for batch in batches),
         lengths,
         steps,
+        epochs,
     )
 
 
