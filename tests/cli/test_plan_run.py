@@ -132,6 +132,7 @@ def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str])
     [
         (["search.gpu=H101"], "did you mean H100"),
         (["device=cuda", "search.gpu=null"], "name a GPU, such as search.gpu=H100"),
+        (["search.profile=rows.jsonl"], "rows.jsonl: the profile is damaged"),
         (["search.prompt_tokens=0"], "search.prompt_tokens=0: must be at least 1"),
         (["--steps", "0"], "a run has at least one step"),
         (["allocation_mode=none.yaml"], "allocation_mode=none.yaml: there is no such file"),
