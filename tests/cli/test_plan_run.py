@@ -117,7 +117,9 @@ def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> Non
 def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft", "model.path=tiny", "device=cpu", "dataset.path=rows.jsonl", "--no-options")
     found = report(capsys, *words, "dataset.train_bs_n_seqs=4")
-    assert found["steps"] == 4 and found["rows_per_step"] == 4
+    assert found["steps"] == 4 and found["rows_per_step"] == 4 and found["epochs"] == 1
+    assert main(["plan", "run", *words, "dataset.train_bs_n_seqs=4", "max_steps=6"]) == 0
+    assert "  length of the run: 6 steps, 1.5 epochs" in capsys.readouterr().out
     assumed = report(capsys, *words, "dataset.train_bs_n_seqs=4", "--no-data")
     assert assumed["steps"] is None and assumed["num_tokens"] > found["num_tokens"]
     # Rows that cannot be read do not matter, but are mentioned.
@@ -130,6 +132,7 @@ def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str])
     [
         (["search.gpu=H101"], "did you mean H100"),
         (["device=cuda", "search.gpu=null"], "name a GPU, such as search.gpu=H100"),
+        (["search.profile=rows.jsonl"], "rows.jsonl: the profile is damaged"),
         (["search.prompt_tokens=0"], "search.prompt_tokens=0: must be at least 1"),
         (["--steps", "0"], "a run has at least one step"),
         (["allocation_mode=none.yaml"], "allocation_mode=none.yaml: there is no such file"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.test_plan import LARGE
 from weft.errors import ConfigError
-from weft.experiments import PPOConfig, SFTConfig
+from weft.experiments import GRPOConfig, PPOConfig, SFTConfig
 from weft.experiments.common import RunConfig
 from weft.launch.plan_run import (
     OptionForecast,
@@ -58,6 +58,24 @@ def test_a_run_needs_no_rows_and_no_weights(folder: Path) -> None:
     assert sum(run.compute_shares().values()) == pytest.approx(1.0)
     shares = list(run.compute_shares().values())
     assert shares == sorted(shares, reverse=True)
+
+
+def test_rows_have_usual_lengths_unless_options_set_them(folder: Path) -> None:
+    """The model's context is 8,192 tokens."""
+    config = build(SFTConfig, folder, "large")
+    run = forecast_run(config)
+    assert run.lengths == "rows of 512 + 512 tokens" and run.step.num_tokens == 32 * 1024
+    config.search.prompt_tokens = 2000
+    run = forecast_run(config)
+    assert run.lengths == "rows of 2,000 + 512 tokens" and run.step.num_tokens == 32 * 2512
+    config = build(SFTConfig, folder, "large")
+    config.dataset.max_seqlen = 4096
+    assert forecast_run(config).step.num_tokens == 32 * 4096
+    grpo = build(GRPOConfig, folder, "large", reward="length")
+    run = forecast_run(grpo)
+    assert run.lengths == "prompts of 512 tokens"
+    tiny = forecast_run(build(SFTConfig, folder))
+    assert tiny.step.num_tokens == 32 * TINY["max_position_embeddings"]
 
 
 def test_options_of_a_run_with_one_role(folder: Path) -> None:

@@ -49,14 +49,19 @@ def print_search(arguments: argparse.Namespace) -> None:
     plan is compared with the placement that is found. Raises `ConfigError` if a model's config.json
     is missing or if the speed of the devices is not known.
     """
-    from weft.launch.plan_run import forecast_experiment, forecast_run, plan_experiment
+    from weft.launch.plan_run import (
+        forecast_experiment,
+        forecast_run,
+        plan_experiment,
+        with_assumed_lengths,
+    )
 
     path = arguments.output
     if path is not None:
         check_output(path)
     given = build_planned_config(arguments.words)
     config = replace(given, allocation_mode=SEARCH)
-    planned, target = plan_experiment(config)
+    planned, target = plan_experiment(with_assumed_lengths(config))
     experiment = planned.experiment
     stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
     if stale:
@@ -162,6 +167,7 @@ def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: 
         "step_seconds": forecast.step.step_seconds,
         "memory_gb": forecast.needed / GIB,
         "usable_memory_gb": forecast.usable / GIB,
+        "tokens_per_step": forecast.step.num_tokens,
         "prompt_tokens": load.prompt_tokens,
         "answer_tokens": load.new_tokens,
         "basis": forecast.step.basis,
