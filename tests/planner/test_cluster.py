@@ -55,8 +55,8 @@ def test_the_slowest_and_smallest_count() -> None:
         assert each.capacity == slow.capacity
         assert each.link_bandwidth == slow.link_bandwidth
         assert each.network_bandwidth == min(fast.network_bandwidth, slow.network_bandwidth)
-    assert cluster.rates.name == "H100 and V100" and cluster.rates.flops == slow.flops
-    assert find_least_memory("H100:8,V100:8", 16, 8) == get_usable_memory("V100")
+    assert cluster.rates.name == "H100:8,V100:8" and cluster.rates.flops == slow.flops
+    assert find_least_memory(cluster) == get_usable_memory("V100")
 
 
 def build_problem(cluster: DeviceCluster, load: CallWorkload, *meshes: Mesh) -> PlacementProblem:

@@ -44,7 +44,7 @@ from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import MIB, format_size, measure_file_pages_gb
 from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
-from weft.planner.cluster import find_least_memory, is_mixed
+from weft.planner.cluster import find_cluster, find_least_memory, is_mixed
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import (
     EXTRAS,
@@ -106,10 +106,11 @@ class TargetDevices:
         # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
             if is_mixed(named):
-                name = named
                 per_node = experiment.control.n_gpus_per_node or 1
                 total = int(experiment.config.get("n_nodes") or 1) * per_node
-                least = find_least_memory(named, total, per_node)
+                cluster = find_cluster(named, "bfloat16", None, total, per_node)
+                name = cluster.name
+                least = find_least_memory(cluster)
             else:
                 name = find_gpu_rates(named, "bfloat16").name
                 least = get_usable_memory(name)

@@ -150,12 +150,7 @@ def forecast_run_step(
         rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
-    # Limits that weft has chosen, such as the model's context, are not what rows are like.
-    given = {}
-    for name, value in (options.get("dataset") or {}).items():
-        if f"dataset.{name}" not in experiment.chosen:
-            given[name] = value
-    written = read(DatasetSpec(), given)
+    written = read(DatasetSpec(), select_written_dataset(experiment))
     # A profile of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
@@ -276,12 +271,25 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     )
 
 
-def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """Return a batch of the longest rows that the options allow, and a phrase for its lengths.
+def select_written_dataset(experiment: Experiment) -> dict[str, Any]:
+    """Return the options of the dataset that the user wrote.
 
-    If no data are read, the memory forecast uses this batch instead of the data's largest batches.
+    Limits that weft has chosen, such as the model's context, say nothing about the rows.
     """
-    written = experiment.config.get("dataset") or {}
+    written = {}
+    for name, value in (experiment.config.get("dataset") or {}).items():
+        if f"dataset.{name}" not in experiment.chosen:
+            written[name] = value
+    return written
+
+
+def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
+    """Return a batch of assumed rows, and a phrase for its lengths.
+
+    Rows are as long as the options allow that the user wrote, or 512 + 512 tokens. If no data are
+    read, the memory forecast uses this batch instead of the data's largest batches.
+    """
+    written = select_written_dataset(experiment)
     search = experiment.config.get("search") or {}
     # Calls that sample a share of the completions also read the rows' own completions.
     samples = any(

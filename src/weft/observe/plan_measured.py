@@ -65,7 +65,9 @@ def find_typical_step(run: RunFiles) -> TypicalStep | None:
     for name, start, seconds in starts[step]:
         bars.setdefault(name, []).append((start - begin, seconds))
     predicted = line.get(f"{PREDICTED}{STEP_SECONDS}")
-    return TypicalStep(step, middle, float(predicted) if is_finite(predicted) else None, bars)
+    if not is_finite(predicted):
+        predicted = None
+    return TypicalStep(step, middle, predicted, bars)
 
 
 def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:

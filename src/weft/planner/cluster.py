@@ -81,9 +81,17 @@ class DeviceCluster:
         return tuple(replace(each, **common) for each in chosen)
 
     @property
+    def name(self) -> str:
+        """Kinds and numbers of the devices, as `search.gpu` takes them."""
+        if len(self.groups) == 1:
+            return self.groups[0].rates.name
+        return ",".join(f"{group.rates.name}:{group.count}" for group in self.groups)
+
+    @property
     def rates(self) -> DeviceRates:
         """Rates of the slowest group, with the links and the memory that all have in common."""
-        return min(self.list_rates(range(len(self.groups))), key=lambda rates: rates.flops)
+        slowest = min(self.list_rates(range(len(self.groups))), key=lambda rates: rates.flops)
+        return replace(slowest, name=self.name)
 
 
 def is_mixed(gpu: str | None) -> bool:
@@ -152,10 +160,6 @@ def find_cluster(
     return build_cluster(groups)
 
 
-def find_least_memory(gpu: str, num_devices: int, per_node: int) -> float:
-    """Return the memory that a run can use on every GPU of a cluster, in GiB.
-
-    Raises `ConfigError` as `find_cluster` does.
-    """
-    cluster = find_cluster(gpu, "bfloat16", None, num_devices, per_node)
+def find_least_memory(cluster: DeviceCluster) -> float:
+    """Return the memory that a run can use on every GPU of a cluster, in GiB."""
     return min(get_usable_memory(group.rates.name) for group in cluster.groups)

@@ -14,7 +14,10 @@ from functools import lru_cache
 
 PAGE = 256  # tokens of a page of the KV cache (`weft.models.kv.pages`)
 SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
-REPLAYED = 64  # sequences that are replayed; each stands for an equal number
+# Sequences that are replayed at most, and about how many of them run together; each stands for an
+# equal number of sequences
+REPLAYED = 128
+REPLAYED_TOGETHER = 16
 STRIDES = 64  # strides in which a replay decodes the longest answer
 SEED = 1
 
@@ -107,8 +110,10 @@ def _simulate_decoding(
     running ones need more room than there is, the youngest are preempted: they wait at the head of
     the queue, and their tokens are computed again.
     """
-    count = min(REPLAYED, sequences)
-    each = sequences / count
+    fitting = min(together, max(1.0, room / (shared + mean / 2 + 1.5 * PAGE)))
+    each = max(1.0, fitting / REPLAYED_TOGETHER)
+    count = min(REPLAYED, round(sequences / each) or 1)
+    rounds = sequences / (count * each)  # the replay is repeated for the other sequences
     most = max(1.0, together / each)
     pages = max(room / PAGE / each, (shared + longest) / PAGE + 2.0)
     power = (longest - mean) / mean if longest > mean else 0.0
@@ -144,11 +149,11 @@ def _simulate_decoding(
             answer.started = True
             running.append(answer)
         context = prompt + sum(answer.done for answer in running) / len(running) + stride / 2
-        steps.append((stride, max(1.0, len(running) * each), context))
+        steps.append((rounds * stride, max(1.0, len(running) * each), context))
         for answer in running:
             answer.done += stride
         running = [answer for answer in running if answer.done < answer.length]
-    return DecodingPlan(_join_steps(steps), again * each, preemptions * each)
+    return DecodingPlan(_join_steps(steps), rounds * again * each, rounds * preemptions * each)
 
 
 def _join_steps(steps: list[DecodeSteps]) -> tuple[DecodeSteps, ...]:

@@ -539,7 +539,7 @@ class JaxEngine:
         arrays = self._network.arrays
         total = sum(math.prod(value.shape) for value in arrays.values())
         trained = sum(math.prod(arrays[name].shape) for name in self._stacks.trained)
-        devices = next(iter(arrays.values())).sharding.device_set
+        devices: Collection[Any] = next(iter(arrays.values())).sharding.device_set
         first = min(devices, key=lambda each: each.id)
         return {
             **self._built.facts,
