@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from tests.observe.plans import make_plan
+from tests.observe.plans import GIB, make_plan
 from tests.observe.test_report import Page
 from weft.observe.page import write
-from weft.observe.plan_page import build_plan_page, find_part_hues, format_seconds
+from weft.observe.plan_page import build_plan_page, find_part_hues, format_moved, format_seconds
 from weft.observe.shown_plan import ShownPlan
 
 
@@ -87,7 +87,8 @@ def test_a_placement_that_fits_is_not_warned_of(tmp_path: Path) -> None:
     assert write(tmp_path / "plan.html", render(unknown)).is_file()
 
 
-def test_durations_have_three_digits() -> None:
+def test_durations_have_three_digits_and_sizes_a_unit() -> None:
+    assert format_moved(2048 * GIB) == "2.0 TiB" and format_moved(GIB) == "1.0 GiB"
     assert [format_seconds(each) for each in (0.0, 0.00123, 0.5, 12.345, 245.0)] == [
         "0 s",
         "1.23 ms",

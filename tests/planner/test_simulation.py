@@ -240,6 +240,19 @@ def test_sampling_overlaps_training_by_the_steps_that_staleness_allows() -> None
     assert result.step_seconds == pytest.approx(sampling + moves + training)
 
 
+def test_batches_are_sampled_ahead_as_a_run_samples_them() -> None:
+    """With a staleness of k, batches 0 to k are sampled before the first train step."""
+    graph, problem = place_apart(2, GEN, TRAIN)
+    result, _ = run(graph, problem, [0, 0], 3)
+    sampled, trained = find(result, "gen"), find(result, "train")
+    assert [span.start for span in sampled[1:3]] == [span.end for span in sampled[:2]]
+    assert trained[0].start == sampled[0].end
+    # Batch 3 waits for the first train step, batch 4 for the second.
+    assert len(trained) == 3
+    for batch, span in enumerate(sampled[3:], start=3):
+        assert span.start >= trained[batch - 3].end
+
+
 def test_spans_say_what_they_wait_for() -> None:
     graph, problem = place_apart(0, GEN, TRAIN)
     result, estimate = run(graph, problem, [0, 0], 2)

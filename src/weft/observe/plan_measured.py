@@ -78,9 +78,10 @@ def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
     compared = render_comparison(run)
     parts = []
     if typical is not None:
-        parts.append(f'<div class="card">{_render_lanes(plan, typical)}</div>')
+        lanes = _render_lanes(plan, typical)
+        parts.append(f'<div class="card"><h3>When calls ran in a step</h3>{lanes}</div>')
     if compared:
-        parts.append(f'<div class="card">{compared}</div>')
+        parts.append(f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>')
     for heading, content in (
         ("Placement", render_placement(plan)),
         ("Memory over time, as predicted", render_memory(plan)),

@@ -67,6 +67,13 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def format_moved(num_bytes: float) -> str:
+    """Format the bytes that all devices receive, in TiB if there are many."""
+    if num_bytes >= 1024 * GIB:
+        return f"{num_bytes / GIB / 1024:,.1f} TiB"
+    return format_size(num_bytes, 1)
+
+
 def describe_devices(plan: ShownPlan) -> str:
     """Return the devices of a plan as text, such as `16 x H100 on 2 machines`."""
     machines = -(-plan.num_devices // max(1, plan.per_node))
@@ -97,7 +104,7 @@ def _render_top(plan: ShownPlan) -> str:
     ]
     moved = sum(call.moved_bytes for call in plan.calls)
     if moved:
-        tiles.append(("weights moved", format_size(moved, 1), "a step, to all devices"))
+        tiles.append(("weights moved", format_moved(moved), "a step, to all devices"))
     rendered = "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small>'
         "</dd></div>"
@@ -487,7 +494,7 @@ def _render_bounds_row(call: ShownCall, total: float, *, moves: bool) -> str:
     cells = [format_seconds(call.seconds), f"{whole / total:.1%}", bound]
     if moves:
         if call.transfer_seconds:
-            cells += [format_size(call.moved_bytes), format_seconds(call.transfer_seconds)]
+            cells += [format_moved(call.moved_bytes), format_seconds(call.transfer_seconds)]
         else:
             cells += ["–", "–"]
     columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
