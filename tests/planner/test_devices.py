@@ -26,6 +26,11 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
         find_gpu_rates("H101", "bfloat16")
 
 
+def test_a_name_with_another_number_is_another_gpu() -> None:
+    with pytest.raises(ConfigError, match="H1000.*did you mean H100"):
+        find_gpu_rates("H1000", "bfloat16")
+
+
 def test_processes_that_share_a_core_are_slower() -> None:
     rates = estimate_cpu_rates(2.0, 4.0, 4)
     alone, all_four, a_process = (

@@ -7,6 +7,7 @@ are pure.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -285,7 +286,7 @@ def find_gpu_rates(
     `dtype` is the dtype of the matrix products. `memory_gb` is the usable memory in GiB, by default
     90% of the GPU's memory. Raises `ConfigError` for an unknown GPU.
     """
-    gpu = next((known for known in GPUS if known.lower() in name.lower()), None)
+    gpu = next((known for known in GPUS if re.search(rf"{known}(?!\d)", name, re.IGNORECASE)), None)
     if gpu is None:
         close = find_nearest(name, GPUS, 1)
         if close:
