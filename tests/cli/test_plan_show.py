@@ -56,6 +56,27 @@ def test_one_device_has_a_page_and_a_summary(
     assert "1 x H100" in (tmp_path / path).read_text()
 
 
+def test_host_functions_take_what_they_took_in_a_run(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "e" / "t"
+    run.mkdir(parents=True)
+    seconds = [9.0, 0.5, 0.7, 0.6]
+    write_jsonl(
+        run / "metrics.jsonl",
+        [{"step": n, "time/advantages": value} for n, value in enumerate(seconds, 1)],
+    )
+    without = simulate(capsys, *ppo(root, "device=cpu"))
+    plan = simulate(capsys, *ppo(root, "device=cpu", "--host-times", "e/t"))
+    assert plan.step_seconds == pytest.approx(without.step_seconds + 0.6)
+    assert ["advantages", "0.6 s a step"] in [list(row) for row in plan.assumptions]
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert weft.main(ppo(root, "device=cpu", "--host-times", "e/t")) == 2
+    assert "e/t: this run has no times of advantages" in capsys.readouterr().err
+    assert weft.main(sft(root, "device=cpu", "--host-times", "e/t")) == 2
+    assert "has no host functions" in capsys.readouterr().err
+
+
 def test_json_writes_no_page(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

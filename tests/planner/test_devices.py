@@ -27,7 +27,7 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
 
 
 def test_a_name_with_another_number_is_another_gpu() -> None:
-    with pytest.raises(ConfigError, match="H1000.*did you mean H100"):
+    with pytest.raises(ConfigError, match=r"H1000.*did you mean H100"):
         find_gpu_rates("H1000", "bfloat16")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weft.experiment import Experiment
     from weft.experiments.common import RunConfig
     from weft.observe.shown_plan import ShownPlan
 
@@ -59,6 +60,12 @@ def add_parser(commands: Any, words: Mapping[str, Any]) -> None:
         metavar="FILE",
         help="write the steps as Chrome trace events, as a run's timeline.json, for Perfetto",
     )
+    parser.add_argument(
+        "--host-times",
+        metavar="RUN",
+        help="run of the same experiment, whose times of host functions such as rewards are "
+        "simulated, too (default: they take no time)",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -86,7 +93,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     config, notes = build_config(list(words))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    plan = simulate_config(config, arguments.words[0], arguments.steps)
+    plan = simulate_config(config, arguments.words[0], arguments.steps, arguments.host_times)
     # Write the files.
     if arguments.timeline is not None:
         write(arguments.timeline, format_plan_timeline(plan))
@@ -103,11 +110,14 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     print(page_path)
 
 
-def simulate_config(config: RunConfig, title: str, steps: int) -> ShownPlan:
+def simulate_config(
+    config: RunConfig, title: str, steps: int, host_times: str | None = None
+) -> ShownPlan:
     """Return the plan of a run, with `steps` simulated steps.
 
-    Raises `ConfigError` if a model's config.json is missing or the speed of the devices is not
-    known.
+    `host_times` names a run whose times of host functions are simulated. Raises `ConfigError` if a
+    model's config.json is missing, the speed of the devices is not known, or the named run has no
+    such times.
     """
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import forecast_run_step
@@ -125,6 +135,7 @@ def simulate_config(config: RunConfig, title: str, steps: int) -> ShownPlan:
             refused.append(note)
     if refused:
         raise ConfigError("\n".join(refused))
+    host_seconds = {} if host_times is None else read_host_times(host_times, experiment)
     target = TargetDevices.from_experiment(experiment, mode)
     forecast = forecast_run_step(experiment, target)
     if forecast is None:
@@ -132,7 +143,31 @@ def simulate_config(config: RunConfig, title: str, steps: int) -> ShownPlan:
             "plan show: the speed of these devices is not known; name a GPU, such as "
             "search.gpu=H100, or set device=cpu"
         )
-    return build_shown_plan(experiment, forecast, title, steps=steps)
+    return build_shown_plan(experiment, forecast, title, steps=steps, host_seconds=host_seconds)
+
+
+def read_host_times(run: str, experiment: Experiment) -> dict[str, float]:
+    """Return the median seconds a step of the experiment's host functions in an earlier run.
+
+    Raises `ConfigError` if there is no such run, or if it has no times of these functions.
+    """
+    from weft.cli.named_run import RUNS, find_run, open_root
+    from weft.observe.host_times import read_host_seconds
+    from weft.observe.run_files import RunFiles
+
+    models = {call.name for call in experiment.graph.list_model_calls()}
+    names = [name for name in experiment.graph.order if name not in models]
+    if not names:
+        raise ConfigError(
+            f"--host-times {run}: this experiment has no host functions; leave it out"
+        )
+    seconds = read_host_seconds(RunFiles.read(find_run(run, open_root(RUNS))).lines, names)
+    if not seconds:
+        raise ConfigError(
+            f"--host-times {run}: this run has no times of {', '.join(names)}; name a run of the "
+            "same experiment that has finished a step"
+        )
+    return seconds
 
 
 def format_summary(plan: ShownPlan) -> list[str]:
