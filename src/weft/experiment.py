@@ -150,12 +150,11 @@ class Experiment:
     steps_follow: str = ""
     # trained node -> optimizer steps per firing
     updates_per_firing: Mapping[str, int] = field(default_factory=dict)
-    plan_notes: Sequence[str] = ()  # lines printed before the run: sizes and counts
+    plan_notes: Sequence[str] = ()  # lines logged before the run: sizes and counts
+    resume_notes: Sequence[str] = ()  # lines that are always shown: what a resumed run changes
     # estimates of allocation_mode=search, as plain values
     search: Mapping[str, Any] = field(default_factory=dict)
-    # contents of plan.yaml in the run's folder: the placement by allocation_mode=search or by a
-    # plan file, which the run keeps when it is resumed; empty: the options set all layouts
-    plan: str = ""
+    plan: str = ""  # the run's plan.yaml, kept when it is resumed; empty: no plan sets layouts
 
     def get_node(self, name: str) -> Node:
         for node in self.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,14 @@ def test_batch_size_accumulation_and_ranks_multiply() -> None:
     ):
         config, _ = made(SFTConfig(), "per_device_train_batch_size=8", layout)
         assert config.dataset.train_bs_n_seqs == 32
+
+
+def test_the_ranks_of_a_plan_file_count(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("weft_plan: 1\ncalls:\n  train: {layout: d4t2, devices: 0-7}\n")
+    words = ("per_device_train_batch_size=8", f"allocation_mode={plan}")
+    config, _ = made(SFTConfig(), *words)
+    assert config.dataset.train_bs_n_seqs == 32
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,18 @@ def test_options_open_by_their_dots(folder):
     )
 
 
+def test_words_of_a_planned_run_are_those_of_quickstart(folder):
+    (folder / "plan.yaml").write_text("weft_plan: 1\n")
+    for command in ("search", "run", "cost"):
+        assert words("plan", command, "on") == ["online_dpo"]
+        assert words("plan", command, "sft", "model.dtype=b") == ["model.dtype=bfloat16"]
+    assert words("plan", "search", "sft", "--out") == ["--output"]
+    assert words("plan", "search", "sft", "--output", "pl") == ["plan.yaml"]
+    assert words("plan", "run", "sft", "allocation_mode=pl") == ["allocation_mode=plan.yaml"]
+    assert words("quickstart", "sft", "allocation_mode=s") == ["allocation_mode=search"]
+    assert "run" in words("plan", "")
+
+
 def test_values(folder):
     assert words("quickstart", "sft", "model.dtype=b") == ["model.dtype=bfloat16"]
     assert words("quickstart", "sft", "tf32=") == ["tf32=true", "tf32=false"]

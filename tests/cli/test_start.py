@@ -231,6 +231,30 @@ def test_what_the_command_line_sets_of_an_experiment(
     assert "--allocation_mode pipe_mode: must be manual" in capsys.readouterr().err
 
 
+def test_a_registered_experiment_has_a_plan_file_and_keeps_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "sweep.py").write_text(SWEEP.replace("return config.build()", "return config"))
+    (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama", **TINY_LLAMA}))
+    calls = "{ref_inf: {layout: d1, devices: 1}, actor_train: {layout: d2, devices: 0-1}}"
+    (folder / "plan.yaml").write_text(f"weft_plan: 1\ncalls: {calls}\n")
+    words = ["--import", "sweep.py", "-e", "test-dpo-s2", "-f", "t", "--print-script"]
+    more = ["--mode", "slurm", "--allocation_mode", "plan.yaml"]
+    assert main(["start", *words, *more]) == 0
+    assert "--allocation_mode plan.yaml" in capsys.readouterr().out
+    experiment = build_registered("test-dpo-s2", "t", allocation_mode="plan.yaml", fileroot="r")
+    assert experiment.call_meshes["ref_inf"].ranks == (1,)
+    # A resumed run reads the plan in its own folder.
+    run = folder / "r" / "test-dpo-s2" / "t"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("allocation_mode: plan.yaml\n")
+    (run / "plan.yaml").write_text(experiment.plan)
+    (folder / "plan.yaml").unlink()
+    again = build_registered("test-dpo-s2", "t", allocation_mode="plan.yaml", fileroot="r")
+    assert again.call_meshes == experiment.call_meshes
+    assert "the run continues with" in again.resume_notes[0]
+
+
 def test_experiments_are_found_by_a_pattern(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

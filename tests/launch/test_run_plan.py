@@ -97,7 +97,7 @@ def test_a_run_that_resumes_on_other_devices_is_planned_again(
 
 @pytest.mark.slow
 def test_a_run_on_the_same_devices_keeps_its_plan(root: Path) -> None:
-    """Another search would choose one device: the rows are said to be short now."""
+    """It is not searched again, since its estimates could differ, for example by a new profile."""
     with pytest.raises(RunError, match=STOPPED), stop_after(1):
         run(build(root, "sft", "kept", 2))
     before = read_plan(root / "kept" / "e" / "t")

@@ -16,7 +16,8 @@ from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import iterate_options, to_plain
-from weft.planner.placement import HEURISTIC
+from weft.planner.placement import HEURISTIC, is_plan_path
+from weft.planner.plan_file import read_plan
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
@@ -332,7 +333,8 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
 
     `given` maps the options that the user set to their values. The degree is taken from the first
     of these options that contains a layout: the training call's `layout`, the role's `layout`, and
-    `allocation_mode`. With the value "heuristic", every device is a data-parallel rank. If no
+    `allocation_mode`. With the value "heuristic", every device is a data-parallel rank, and a plan
+    file has the layout of the training call. If no
     option contains a layout, the role's `data_parallel_size` is returned, which is 1 by default.
     """
     role = done.trained_roles[0]
@@ -344,6 +346,10 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
         layout = given.get(name)
         if isinstance(layout, str) and LAYOUT_PATTERN.fullmatch(layout):
             return Layout.parse(layout).data
+        if isinstance(layout, str) and name == "allocation_mode" and is_plan_path(layout):
+            planned = read_plan(layout, name).calls.get(call)
+            if planned is not None:
+                return Layout.parse(planned.layout).data
         if layout == HEURISTIC:
             return given.get("n_nodes", 1) * given.get("n_gpus_per_node", 1)
     return given.get(f"{role}.parallel.data_parallel_size", 1)

@@ -99,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 2
     if arguments.command == "search":
-        plan_search.run(arguments)
+        plan_search.print_search(arguments)
         return 0
     if arguments.command == "run":
-        plan_run.run(arguments)
+        plan_run.print_forecast(arguments)
         return 0
     if arguments.command == "memory":
         print_memory_plan(arguments)

@@ -65,7 +65,7 @@ def build_planned_config(words: Sequence[str]) -> RunConfig:
     return replace(config, recover_mode="disabled")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def print_forecast(arguments: argparse.Namespace) -> None:
     """Print the forecast of a run. Raises `UserError` for unusable options."""
     from weft.launch.plan import compare_with_plan
     from weft.launch.plan_run import forecast_run, format_options, select_options
@@ -141,6 +141,9 @@ def _format_forecast(base: RunForecast) -> list[str]:
     lines.append(f"  bound by: {', '.join(shares)}")
     if base.steps is None:
         lines.append("  length of the run: not known; name data, or set max_steps=N (or --steps N)")
+    elif base.epochs is not None:
+        unit = "epoch" if base.epochs == 1 else "epochs"
+        lines.append(f"  length of the run: {base.steps:,} steps, {base.epochs:.3g} {unit}")
     scope = ""
     if base.worst.incomplete:
         scope = f" without activations of {', '.join(base.worst.incomplete)}"
@@ -176,6 +179,7 @@ def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict
         **base.step.to_dict(),
         "tokens_per_second": base.tokens_per_second,
         "steps": base.steps,
+        "epochs": base.epochs,
         "run_seconds": None if base.steps is None else base.steps * seconds,
         "bound": base.compute_shares(),
         "rows_per_step": base.rows,

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def print_search(arguments: argparse.Namespace) -> None:
     """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
     With a single device, or if every role has a layout, there is nothing to choose: then the time
@@ -49,14 +49,19 @@ def run(arguments: argparse.Namespace) -> None:
     plan is compared with the placement that is found. Raises `ConfigError` if a model's config.json
     is missing or if the speed of the devices is not known.
     """
-    from weft.launch.plan_run import forecast_experiment, forecast_run, plan_experiment
+    from weft.launch.plan_run import (
+        forecast_experiment,
+        forecast_run,
+        plan_experiment,
+        with_assumed_lengths,
+    )
 
     path = arguments.output
     if path is not None:
         check_output(path)
     given = build_planned_config(arguments.words)
     config = replace(given, allocation_mode=SEARCH)
-    planned, target = plan_experiment(config)
+    planned, target = plan_experiment(with_assumed_lengths(config))
     experiment = planned.experiment
     stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
     if stale:
@@ -107,12 +112,12 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines))
 
 
-def _compare(path: str, mine: RunForecast, found: RunForecast) -> str:
+def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
     """Return a line that compares the plan of a file with the placement that was found."""
-    a, b = mine.step.step_seconds, found.step.step_seconds
+    a, b = mine.step.step_seconds, best.step.step_seconds
     fits = "" if mine.fits else ", which does not fit"
     line = f"{path}: {a:.3g} s per step and {mine.needed / GIB:.1f} GiB of a device{fits}; the search finds "
-    line += f"{b:.3g} s and {found.needed / GIB:.1f} GiB"
+    line += f"{b:.3g} s and {best.needed / GIB:.1f} GiB"
     return line if b == a else f"{line} ({a / b:.2f} times as fast)"
 
 
@@ -162,6 +167,7 @@ def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: 
         "step_seconds": forecast.step.step_seconds,
         "memory_gb": forecast.needed / GIB,
         "usable_memory_gb": forecast.usable / GIB,
+        "tokens_per_step": forecast.step.num_tokens,
         "prompt_tokens": load.prompt_tokens,
         "answer_tokens": load.new_tokens,
         "basis": forecast.step.basis,

@@ -61,18 +61,21 @@ def place_calls(
     )
     device = _name_device(experiment, config)
     reason = "" if saved is None else find_reason_to_plan_again(saved, facts, device)
+    placed = None
     if saved is not None and not reason:
-        placed = place_by_plan(experiment, saved, given)
-        placed = placement.with_notes(
-            placed, [f"allocation_mode={mode}: the run continues with its plan, {saved.source}"]
-        )
-    else:
+        try:
+            placed = place_by_plan(experiment, saved, given)
+        except ConfigError as error:  # other options, as resume_from allows
+            reason = f"the saved plan does not suit the options ({error})"
+        else:
+            note = f"allocation_mode={mode}: the run continues with its plan, {saved.source}"
+            placed = placement.with_notes(placed, [note])
+    if placed is None:
         placed = _place_by_estimates(experiment, config, given)
     plan = replace(build_run_plan(placed, config, device), facts=facts)
     if reason:
-        placed = placement.with_notes(
-            placed, [f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"]
-        )
+        note = f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"
+        placed = replace(placed, resume_notes=[note])
     return keep_plan(placed, config, plan)
 
 

@@ -133,7 +133,7 @@ def place_by_file(
     plan.check_facts(facts)
     experiment = place_by_plan(experiment, plan, given)
     experiment = keep_plan(experiment, config, replace(plan, facts=_fill(facts, plan.facts)))
-    return placement.with_notes(experiment, notes)
+    return replace(experiment, resume_notes=notes)
 
 
 def place_by_plan(

@@ -155,7 +155,9 @@ def forecast_run_step(
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
         keys = {(each.profile_key, each.settings.dtype) for each in networks.values()}
-        machine = ProfileMachine(*describe_profiled_device(target.device))
+        # The profile of a GPU can be used on a machine that has none.
+        here = target.device if torch.cuda.is_available() else torch.device("cpu")
+        machine = ProfileMachine(*describe_profiled_device(here))
         profile, notes = find_usable_profile(keys, machine, search.profile)
         rates = rates.with_profile(profile)
     rows = None
@@ -195,9 +197,13 @@ def compare_with_plan(
         estimated = plan.calls[name].estimated if name in plan.calls else {}
         values.append((name, estimated.get("seconds"), call.seconds))
     changed = []
+    tokens = plan.estimates.get("tokens_per_step")
+    if isinstance(tokens, int) and tokens != step.num_tokens:
+        changed.append(f"{tokens:,} tokens per step there, {step.num_tokens:,} now")
     for name, then, seconds in values:
-        is_known = isinstance(then, int | float) and then > 0
-        if is_known and abs(seconds - then) > SHOWN_DIFFERENCE * then:
+        if not isinstance(then, int | float) or then <= 0:
+            continue
+        if abs(seconds - then) > SHOWN_DIFFERENCE * then:
             changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
     if changed:
         lines.append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
 from weft.launch.plan import build_assumed_batch
-from weft.launch.plan_run import forecast_run
+from weft.launch.plan_run import forecast_run, with_assumed_lengths
 from weft.launch.run import mark_as_planned, set_up_experiment
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
@@ -121,7 +121,7 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
 
 def describe_lengths(config: RunConfig) -> str:
     """Return a line about the lengths that the comparison assumes."""
-    manual = replace(config, allocation_mode=MANUAL)
+    manual = with_assumed_lengths(replace(config, allocation_mode=MANUAL))
     experiment, _ = set_up_experiment(mark_as_planned(manual, needs_data=False), None)
     _, lengths = build_assumed_batch(experiment)
     return f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"

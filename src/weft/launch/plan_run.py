@@ -5,18 +5,21 @@ Options and config.json suffice; rows are used if they were read. The devices ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
+from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments.common import RunConfig
+from weft.experiments.models import find_context, resolve_models
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.plan import (
     build_assumed_batch,
@@ -34,7 +37,12 @@ from weft.launch.run import (
 from weft.planner.candidates import list_layouts
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast, list_memory_options
-from weft.planner.placement import SEARCH, is_plan_path
+from weft.planner.placement import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_PROMPT_TOKENS,
+    SEARCH,
+    is_plan_path,
+)
 from weft.planner.plan_file import format_layout
 from weft.planner.profile import NOTE
 from weft.planner.run_plan import group_roles_by_device
@@ -52,11 +60,12 @@ LEAST_MEMORY_SAVED = 0.1
 
 @dataclass(frozen=True)
 class RunRows:
-    """Rows that a run reads: their lengths, the largest batches, and the number of steps."""
+    """Rows that a run reads: their lengths, the largest batches, and the length of the run."""
 
     data: LoadedData
     batches: Sequence[SequenceSample]
     steps: int
+    steps_per_epoch: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class RunForecast:
         rows: Number of rows per step.
         lengths: Phrase for the lengths of rows; "" if the rows were read.
         steps: Number of steps of the run, or None if it is not known.
+        epochs: Number of passes over the rows, or None if they were not read.
     """
 
     experiment: Experiment
@@ -84,6 +94,7 @@ class RunForecast:
     rows: int
     lengths: str
     steps: int | None
+    epochs: float | None = None
 
     @property
     def usable(self) -> float:
@@ -119,6 +130,31 @@ class RunForecast:
         return {name: seconds / total for name, seconds in ordered}
 
 
+def with_assumed_lengths(config: RunConfig) -> RunConfig:
+    """Return the configuration with usual lengths of rows, unless the user has set a maximum.
+
+    Otherwise, rows would be taken to be as long as the model's context, which can be many times
+    what the run's data have.
+    """
+    data = getattr(config, "dataset", None)
+    if not isinstance(data, DatasetSpec):
+        return config
+    context = find_context(resolve_models(config)) or math.inf
+    prompt = int(min(config.search.prompt_tokens or DEFAULT_PROMPT_TOKENS, max(1, context // 2)))
+    answer = int(min(config.search.answer_tokens or DEFAULT_ANSWER_TOKENS, context - prompt))
+    changes: dict[str, Any] = {}
+    if config.generation and data.max_prompt_len is None:
+        changes["dataset"] = data = replace(data, max_prompt_len=prompt)
+    samples_all = config.generation and config.algorithm != "distill"
+    if not samples_all and not isinstance(data.max_seqlen, int):
+        prompt = min(prompt, data.max_prompt_len or prompt)
+        changes["dataset"] = replace(data, max_seqlen=max(2 * prompt, prompt + answer))
+        if not config.generation:
+            lengths = replace(config.search, prompt_tokens=prompt, answer_tokens=answer)
+            changes["search"] = lengths
+    return cast(RunConfig, replace(cast(Any, config), **changes))
+
+
 def plan_experiment(config: RunConfig) -> tuple[ResolvedRun, TargetDevices]:
     """Return the resolved experiment of a configuration whose weights and rows need not exist.
 
@@ -143,11 +179,13 @@ def read_run_rows(config: RunConfig) -> RunRows:
     target = TargetDevices.from_experiment(experiment, mode)
     data = read_data(resolve_run(experiment, target.device))
     batches = data.loaded.train.build_large_batches()
-    return RunRows(data.loaded, batches, data.horizon.steps)
+    return RunRows(data.loaded, batches, data.horizon.steps, data.horizon.steps_per_epoch)
 
 
 def forecast_run(config: RunConfig, rows: RunRows | None = None) -> RunForecast:
     """Return the forecast of the run of a configuration, as `forecast_experiment` does."""
+    if rows is None:
+        config = with_assumed_lengths(config)
     return forecast_experiment(*plan_experiment(config), config.max_steps, rows)
 
 
@@ -185,8 +223,10 @@ def forecast_experiment(
     if stale:
         raise ConfigError("\n".join(stale))
     steps = max_steps
-    if steps is None and rows is not None:
-        steps = rows.steps
+    epochs = None
+    if rows is not None:
+        steps = steps or rows.steps
+        epochs = steps / rows.steps_per_epoch
     return RunForecast(
         experiment,
         target,
@@ -197,6 +237,7 @@ def forecast_experiment(
         max(batch.num_ids for batch in batches),
         lengths,
         steps,
+        epochs,
     )
 
 
@@ -310,14 +351,14 @@ def _list_memory_words(run: RunForecast, trained: Mapping[str, ModelSpec]) -> It
     if not any(case.settings.trained for case in cases.values()):
         return
     count = run.experiment.num_devices
-    for found in list_memory_options(cases, run.memory.missing)[1:]:
-        if found.devices > 1 and (count > 1 or len(run.experiment.roles) > 1):
+    for memory_option in list_memory_options(cases, run.memory.missing)[1:]:
+        if memory_option.devices > 1 and (count > 1 or len(run.experiment.roles) > 1):
             continue
-        for text in dict.fromkeys([found.options, found.options.split()[-1]]):
+        for text in dict.fromkeys([memory_option.options, memory_option.options.split()[-1]]):
             words = _prefix(trained, text)
-            if found.devices > 1:
-                words = (*words, f"n_gpus_per_node={found.devices}")
-            yield RunOption(words, found.lacks)
+            if memory_option.devices > 1:
+                words = (*words, f"n_gpus_per_node={memory_option.devices}")
+            yield RunOption(words, memory_option.lacks)
     if len(run.experiment.roles) > 1:
         others = [name for name, spec in run.experiment.roles.items() if not spec.offload]
         yield RunOption(tuple(f"{role}.offload=true" for role in others))

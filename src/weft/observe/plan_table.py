@@ -67,6 +67,7 @@ class RunFacts:
         memory: Bytes that are expected to be needed on each device, by rank.
         memory_is_limit: Whether this is the most that is needed.
         search: Seconds per step as the search for a placement has estimated them, or empty.
+        data_notes: Notes on what a resumed run changes, and on the data.
         minor_notes: Those of `data_notes` that only the details show.
         sources: Lines about the sources of the data.
     """

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, find_nearest
-from weft.reading import parse_yaml, read_text
+from weft.reading import parse_yaml, read_text, refuse_url
 from weft.topology import LETTERS, Layout, Mesh, parse_mesh
 
 FORMAT = 1
@@ -68,7 +68,7 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a plan assumes of its run; values that are None are not compared.
+    """Assumptions of a plan on its run; values that are None are not compared.
 
     Attributes:
         devices: Number of devices of all machines.
@@ -124,7 +124,7 @@ class PlacementPlan:
 
     Attributes:
         calls: Layout and devices of each call.
-        facts: What the plan assumes of its run.
+        facts: Assumptions on the run.
         estimates: Estimates for information: step_seconds, device, ...
         source: Name of the file, for messages.
         lines: Line of each key in the file, such as "calls.actor_gen.layout".
@@ -190,6 +190,7 @@ def find_differing_calls(one: PlacementPlan, other: PlacementPlan) -> list[str]:
 
 def read_plan(path: str | Path, option: str) -> PlacementPlan:
     """Return the plan in a file. `option` names the option in messages on a file that is missing."""
+    refuse_url(path, f"{option}={path}", ConfigError)
     place = Path(path).expanduser()
     if not place.exists():
         raise ConfigError(

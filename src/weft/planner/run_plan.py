@@ -66,7 +66,7 @@ def describe_run(
         on_cpu=expected.device == "cpu",
         search=experiment.search,
         notes=experiment.plan_notes,
-        data_notes=() if data is None else data.notes,
+        data_notes=(*experiment.resume_notes, *(() if data is None else data.notes)),
         minor_notes=() if data is None else _collect_unused_notes(data),
         sources=() if data is None else _format_sources(data),
     )
