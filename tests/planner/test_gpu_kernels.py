@@ -8,6 +8,7 @@ import pytest
 
 from tests.planner.decoders import SMALL, with_settings
 from weft.planner.compute_times import ComputeTimes, PassSize, compute_expert_imbalance
+from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.devices import find_gpu_rates
 from weft.planner.gpu_kernels import (
     BLEND,
@@ -17,7 +18,7 @@ from weft.planner.gpu_kernels import (
     MESSAGES,
     GpuKernels,
 )
-from weft.topology import Layout
+from weft.topology import Layout, Mesh
 
 KERNELS = GpuKernels(1e15, 3e12)
 H100 = find_gpu_rates("H100", "bfloat16")
@@ -108,3 +109,16 @@ def test_expert_parallel_ranks_wait_for_the_busiest() -> None:
     rest = 2 * 1e6 * 5000 * 300  # q, k, v and o: not divided
     experts = 2 * 1e6 * 5000 * 20000 * 2
     assert shared / alone == pytest.approx((rest + 1.3 * experts) / (rest + experts), rel=0.01)
+
+
+def test_gathered_weights_need_new_graphs() -> None:
+    """Six graphs of four layers, started three times each."""
+    load = CallWorkload("generate", 8, 60, 40)
+    starts = 6 * 3 * 4 * H100.launch
+    mesh = Mesh(Layout(data=2, fsdp=1), (0, 1))
+    sharded = Mesh(Layout(data=2, fsdp=2), (0, 1))
+    kept, gathered = (estimate_call(SMALL, load, each, H100).parts for each in (mesh, sharded))
+    assert gathered["overhead"] - kept["overhead"] == pytest.approx(starts)
+    away = replace(load, offloads=frozenset({"weights"}))
+    moved = estimate_call(SMALL, away, mesh, H100).parts
+    assert moved["overhead"] - kept["overhead"] == pytest.approx(starts)

@@ -142,6 +142,15 @@ def test_layers_are_those_of_the_stages() -> None:
     assert lacked.missing.tolist() == [0.0, 200 + 100]
 
 
+def test_shards_are_parts_of_what_a_tensor_rank_has() -> None:
+    """Two tensor ranks keep half of what they have; two devices that have nothing get the rest."""
+    network, _, _ = build()
+    tensor, shards = Mesh(Layout(tensor=2), (0, 1)), Mesh(Layout(2, 2, 2), (0, 1, 2, 3))
+    lacked = compute_lacked_elements(network, tensor, shards, 4)
+    quarter = network.shape.parameters / 4
+    assert lacked.missing.tolist() == pytest.approx([0.0, 0.0, quarter, quarter])
+
+
 def test_the_busiest_link_sets_the_time() -> None:
     network, _, _ = build()
     whole = network.shape.parameters * 4

@@ -35,6 +35,9 @@ from weft.topology import Layout, Mesh, compute_stage
 
 # Bytes per second at which a process gets a batch from another: pickled, over sockets
 BATCH_BANDWIDTH = 1e9
+# CUDA graphs of a generation, one for each of some batch sizes; a layer's kernels are started one by
+# one twice before a graph is captured, and meanwhile
+GRAPHS, RUNS_PER_GRAPH = 6, 3
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
 
 
@@ -373,6 +376,12 @@ def _estimate_generation(
         kind = "fsdp" if size == layout.fsdp else "expert"
         gathered = rates.time_gather(whole, list_group(mesh, kind), size)
         cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
+    if rates.kernels is not None and (
+        layout.fsdp > 1 or layout.expert > 1 or "weights" in load.offloads
+    ):
+        # Weights at other addresses need new CUDA graphs.
+        starts = GRAPHS * RUNS_PER_GRAPH * shape.layers / layout.pipeline
+        cost = cost.add(CallCost(overhead=starts * rates.launch))
     for steps, batch, context in decoding.steps:
         # Pipeline stages decode groups of the sequences in turn.
         group_size = batch / layout.pipeline
