@@ -128,6 +128,28 @@ def test_a_cluster_of_gpus_is_named_where_this_machine_has_none(folder: Path) ->
         sft.build()
 
 
+def test_a_call_has_the_faster_of_two_kinds_of_gpu(folder: Path) -> None:
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.n_nodes, sft.search.gpu, sft.model.gradient_checkpointing = 2, "V100:8,H100:8", True
+    made = sft.build()
+    assert made.search["device"] == "V100:8,H100:8"
+    assert made.search["search"]["calls"]["train"]["devices"] == list(range(8, 16))
+    sft.search.gpu = "V100:8,H100:4"
+    with pytest.raises(ConfigError, match="names 12 devices, and the run has 16"):
+        sft.build()
+
+
+def test_only_long_sequences_are_divided_over_ranks(folder: Path) -> None:
+    """Four rows, on eight devices."""
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.dataset.train_bs_n_seqs, sft.dataset.max_seqlen = 4, 32768
+    sft.max_tokens_per_microbatch, sft.model.gradient_checkpointing = 32768, True
+    sft.search.prompt_tokens, sft.search.answer_tokens = 1000, 31000
+    assert sft.build().role_meshes["model"].layout.context > 1
+    sft.search.answer_tokens = 500
+    assert sft.build().role_meshes["model"].layout.context == 1
+
+
 def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
     grpo = config(GRPOConfig, folder, "prompts.jsonl", "actor", "ref")
     grpo.reward, grpo.grpo.group_size, grpo.grpo.gen.max_new_tokens = "length", 4, 256
