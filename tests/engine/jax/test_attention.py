@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.engine.generation.common import LLAMA
+from weft.engine.jax import attention
 from weft.engine.jax.attention import LayerWindow, attend_to_rows, choose_kernel
 from weft.engine.jax.decoder import DecoderSettings, Kernel, TokenRows
 from weft.engine.jax.mesh import build_mesh, build_row_sharding
@@ -147,3 +148,38 @@ def test_a_kernel_that_cannot_serve_is_refused(
     config: TransformerConfig = replace(LLAMA, **changes)
     with pytest.raises(ConfigError, match=rf"attention={option}: .*{message}"):
         choose_kernel(option, platform, config, jnp.dtype(dtype))
+
+
+def test_scores_and_masks_of_all_pairs_of_tokens_are_never_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = attend("xla", PACKED)
+    monkeypatch.setattr(attention, "SCORES", 2 * 4 * LENGTH * 32)  # those of 32 queries of a row
+    for own, want in zip(attend("xla", PACKED), wanted, strict=True):
+        np.testing.assert_allclose(own, want, **BOUNDS)
+    config = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=16)
+    decoder = DecoderSettings(config, "lm", "last", jnp.float32, attention="xla")
+    window = LayerWindow([None], jnp.asarray(0))
+    number = jnp.zeros((2, LENGTH), jnp.int32)
+    rows = TokenRows(None, number, number, None, None)
+
+    def read(q: Any, k: Any, v: Any) -> Any:
+        return attend_to_rows(q, k, v, window, jnp.float32(0.3), rows, decoder).sum()
+
+    shapes = ((2, LENGTH, 2, 2, 16), (2, LENGTH, 2, 16), (2, LENGTH, 2, 16))
+    traced = jax.make_jaxpr(jax.grad(read, (0, 1, 2)))(*map(jnp.zeros, shapes))
+    found = list_shapes(traced.jaxpr)
+    assert any(shape[-2:] == (32, LENGTH) for shape in found), "scores are there, in parts"
+    assert not [shape for shape in found if shape[-2:] == (LENGTH, LENGTH)]
+
+
+def list_shapes(jaxpr: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of all values that a traced function computes, those of loops included."""
+    shapes = []
+    for equation in jaxpr.eqns:
+        shapes += [value.aval.shape for value in equation.outvars]
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                shapes += list_shapes(inner)
+    return shapes
