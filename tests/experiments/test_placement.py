@@ -40,6 +40,7 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -90,6 +91,19 @@ def test_large_models_are_spread_and_fit(folder: Path) -> None:
     assert made.role_meshes["actor"] == made.call_meshes["actor_train"]
     assert made.num_devices <= 8
     assert made.search == ppo.build().search
+
+
+def test_times_are_those_of_the_dtype_that_a_run_chooses(folder: Path) -> None:
+    def find_seconds(**changes: object) -> float:
+        (folder / "config.json").write_text(json.dumps(LLAMA_8B | changes))
+        sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+        sft.max_tokens_per_microbatch, sft.dataset.max_seqlen = 4096, 2048
+        sft.search.memory_gb = 500.0
+        return float(sft.build().search["search"]["step_seconds"])
+
+    half = find_seconds()
+    assert find_seconds(torch_dtype="float16") == half
+    assert find_seconds(torch_dtype="float32") == find_seconds(torch_dtype=None) > 5 * half
 
 
 def test_what_names_a_layout_stays_there(folder: Path) -> None:

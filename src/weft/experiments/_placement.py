@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.checkpoints.config_file import prefix_option
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -102,12 +103,14 @@ def _place_by_estimates(
 
     # Read the sizes of the models.
     on_gpu = _is_on_gpu(experiment, config)
+    dtype = _choose_dtype(experiment, on_gpu=on_gpu)
     configs = {}
     networks = {}
     for role, spec in experiment.roles.items():
         if role in roles and spec.path:
             with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
                 configs[role] = read_config(spec.path, spec.type)[1]
+            spec = replace(spec, dtype=spec.dtype or dtype)
             networks[role] = build_decoder_sizes(spec, configs[role], on_gpu=on_gpu)
 
     def check(role: str, layout: Layout) -> None:
@@ -151,6 +154,16 @@ def _name_device(experiment: Experiment, config: RunConfig) -> str | None:
         return _find_rates(config, on_gpu, {}, config.n_gpus_per_node or 1).name
     except UnknownRates:
         return None
+
+
+def _choose_dtype(experiment: Experiment, *, on_gpu: bool) -> str | None:
+    """Return the dtype of roles without one, as a run chooses it, but from config.json alone."""
+    from weft.engine.backends.common import with_dtype
+
+    main = experiment.roles[experiment.data_role]
+    if main.path is None or main.backend in NO_NETWORK:
+        return main.dtype
+    return with_dtype(replace(main, planned=True), main.path, on_cpu=not on_gpu).dtype
 
 
 def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
