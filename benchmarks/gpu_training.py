@@ -8,6 +8,7 @@ layouts. One constant was adjusted to four of them.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from dataclasses import replace
 from typing import NamedTuple
@@ -111,6 +112,11 @@ def estimate_row(row: Row) -> float:
 
 def main() -> None:
     """Print the table and the median error."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     print(f"{'model':<18}  {'GPUs':<10}  {'layout':<12}  published   weft  error, %  source")
     errors: dict[bool, list[float]] = {True: [], False: []}
     for row in ROWS:
