@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for group, cases in groups.items():
             measured: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
             for turn in range(arguments.repeats):
-                place = work / f"round{turn}"
+                place = work / f"{group}{turn}"
                 place.mkdir(exist_ok=True)
                 link_models(work, place)
                 order = random.Random(turn).sample(cases, len(cases))
