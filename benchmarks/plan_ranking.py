@@ -1,6 +1,6 @@
-"""Whether `weft plan` ranks layouts as runs do: the forecast and the measured time of a step for
-eight placements of the same run on CPU processes, and of the one that `allocation_mode=search`
-finds.
+"""Comparison of the ranking of layouts by `weft plan` with that of runs: the forecast and the measured
+time of a step for eight placements of the same run on CPU processes, and of the one that
+`allocation_mode=search` finds.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def add_words(case: Case, name: str, words: Sequence[str]) -> Case:
 
 
 def link_models(work: Path, place: Path) -> None:
-    """Let a round's folder have the models: each round has run folders of its own."""
+    """Link the models into the folder of a round, which has run folders of its own."""
     for name in ("model", "large", "rewards"):
         (place / name).symlink_to(work / name)
 

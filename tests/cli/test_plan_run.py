@@ -114,6 +114,14 @@ def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dataset.train_bs_n_seqs=64" in page
 
 
+def test_a_search_on_this_cpu_is_no_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft", "model.path=tiny", "search.gpu=H100", "device=cpu", "--no-data")
+    search = ("allocation_mode=search", "n_gpus_per_node=2", "--no-options")
+    assert main(["plan", "run", *words, *search]) == 0
+    page = capsys.readouterr().out
+    assert "estimated speeds of a CPU" in page and "was made for" not in page
+
+
 def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft", "model.path=tiny", "device=cpu", "dataset.path=rows.jsonl", "--no-options")
     found = report(capsys, *words, "dataset.train_bs_n_seqs=4")

@@ -77,6 +77,14 @@ def test_host_functions_take_what_they_took_in_a_run(
     assert "has no host functions" in capsys.readouterr().err
 
 
+def test_neither_rows_nor_weights_are_needed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"model.path={root / 'model'}"
+    plan = simulate(capsys, "plan", "show", "sft", model, "device=cpu")
+    assert plan.step_seconds > 0
+
+
 def test_json_writes_no_page(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,3 +105,18 @@ def test_what_cannot_be_compared(
 ) -> None:
     assert main([*words, "--devices", "1", *more]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_more_gpus_than_a_machine_has_are_whole_machines(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_seconds(*more: str) -> float:
+        assert main([*words, "--price", "H100=1", "--json", *more]) == 0
+        (option,) = json.loads(capsys.readouterr().out)["options"]
+        return float(option["step_seconds"])
+
+    assert find_seconds("--devices", "4", "n_nodes=2") == find_seconds("--devices", "4")
+    one = find_seconds("--devices", "16", "n_gpus_per_node=16")
+    assert find_seconds("--devices", "16") > one
+    assert main([*words, "--devices", "12"]) == 2
+    assert "--devices=12: is no number of whole machines of 8 GPUs" in capsys.readouterr().err

@@ -224,9 +224,11 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known) -
         rates = _get_rates(problem, mesh.ranks)
         key = (name, mesh, counts)
         if key not in known:
-            known[key] = estimate_call_seconds(
-                problem.networks[role], problem.loads[name], mesh, rates.share_cores(*counts)
-            )
+            load = problem.loads[name]
+            # Of a pipeline, some stages wait.
+            active = load.count_active_stages(mesh.layout) / mesh.layout.pipeline
+            shared = rates.share_cores(max(1.0, counts[0] * active), counts[1])
+            known[key] = estimate_call_seconds(problem.networks[role], load, mesh, shared)
         takes = known[key]
         takes += rates.call + (rates.dispatch if started > 1 else 0.0)
         ends[name] = begin + moves + takes

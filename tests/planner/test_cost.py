@@ -14,7 +14,7 @@ from weft.planner.cost import (
     estimate_role_memory,
     estimate_transfer_seconds,
 )
-from weft.planner.devices import GIB, DeviceRates
+from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.topology import Layout, Mesh
 
 # Numbers that a hand can follow: 1 GFLOP/s, 1 GB/s of memory and of links, nothing that a layer or
@@ -223,6 +223,30 @@ def test_pipelines_wait_and_tensor_ranks_send() -> None:
     assert estimate_call_seconds(EVEN, WHOLE, mesh("t2"), RATES) == pytest.approx(
         alone / 2 + sums, rel=1e-12
     )
+
+
+def test_ranks_of_a_pipeline_wait_for_the_messages_of_the_stages_before() -> None:
+    states = 800 * 100 * 4
+    sums = (2 * 2 + 1) * 2 * states / 2 / 1e9  # of a stage with two layers
+    compute = estimate_call_seconds(EVEN, WHOLE, mesh("t2"), RATES) - (2 * 4 + 1) * states / 1e9
+    found = estimate_call(EVEN, WHOLE, mesh("t2p2"), RATES)
+    assert found.seconds == pytest.approx(compute + 2 * sums + states / 1e9, rel=1e-12)
+    assert found.parts["bubble"] == pytest.approx(compute / 2 + sums, rel=1e-12)
+    # Two ranks that share a batch gather their weights, in each stage.
+    sharded = estimate_call(EVEN, WHOLE, mesh("d2f2p2"), RATES)
+    whole = estimate_call(EVEN, WHOLE, mesh("d2f1p2"), RATES)
+    gathered = sharded.parts["messages"] - whole.parts["messages"]
+    assert sharded.seconds - whole.seconds == pytest.approx(2 * gathered, rel=1e-12)
+
+
+def test_pipelines_leave_cores_to_others() -> None:
+    many = replace(WHOLE, microbatch=100)
+    assert WHOLE.count_active_stages(mesh("p4").layout) == 1.0
+    assert many.count_active_stages(mesh("p4").layout) == pytest.approx(4 * 8 / 11)
+    assert replace(WHOLE, method="generate").count_active_stages(mesh("p4").layout) == 4
+    cores = estimate_cpu_rates(2, 4.0, 4, 1)
+    assert cores.share_cores(4, 4).crowding == 2.0 and cores.share_cores(2, 4).crowding == 1.0
+    assert cores.share_cores(4, 4).time_send(1e6, (0, 1)) == 2 * cores.time_send(1e6, (0, 1))
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

@@ -89,6 +89,7 @@ def test_devices_may_be_a_number_or_a_list() -> None:
         ("layout: d4t2", "layout: [1.5]", r"p.yaml:11: calls.actor_gen.layout: cannot be read"),
         ("devices: 8\n", "devices: no\n", r"run.devices: must be a whole number"),
         ("devices: 8\n", "device: 8\n", r"run.device: is unknown; did you mean devices\?"),
+        ("layers: 32", "layer: 32", r"run.models.actor.layer: is unknown; did you mean layers\?"),
         ("layers: 32", "layers: -1", r"run.models.actor.layers: must be a whole number"),
         ("  actor_train:", "  actor_gen:", "'actor_gen' is repeated"),
         ("weft_plan: 1", "weft_plan: [", "is not YAML"),

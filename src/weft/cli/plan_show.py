@@ -121,11 +121,13 @@ def simulate_config(
     """
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import forecast_run_step
+    from weft.launch.plan_run import with_assumed_lengths
     from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
     from weft.planner.profile import NOTE
     from weft.planner.simulated_run import build_shown_plan
 
-    planned = cast("RunConfig", mark_as_planned(config))
+    assumed = with_assumed_lengths(config)
+    planned = cast("RunConfig", mark_as_planned(assumed, needs_data=False))
     experiment, mode = set_up_experiment(planned, None)
     experiment = build_with_files(planned, experiment, data=False)
     experiment.check()

@@ -188,8 +188,10 @@ def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
 def _is_on_gpu(experiment: Experiment, config: RunConfig) -> bool:
     import torch
 
-    device = experiment.control.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return config.search.gpu is not None or device.startswith("cuda")
+    device = experiment.control.device
+    if device is None:
+        return config.search.gpu is not None or torch.cuda.is_available()
+    return device.startswith("cuda")
 
 
 def _find_rates(

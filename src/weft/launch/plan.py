@@ -39,6 +39,7 @@ from weft.planner.placement import (
     DEFAULT_PROMPT_TOKENS,
     PAIRED_TYPES,
     SearchSpec,
+    is_plan_path,
 )
 from weft.planner.plan_file import parse_plan
 from weft.planner.profile import ProfileMachine, find_usable_profile
@@ -194,6 +195,8 @@ def compare_with_plan(
     if not experiment.plan:
         return []
     source = str(experiment.config.get("allocation_mode"))
+    if not is_plan_path(source):
+        return []
     plan = parse_plan(experiment.plan, source)
     lines = []
     before, now = plan.estimates.get("device"), name_device_type(target)

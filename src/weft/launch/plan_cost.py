@@ -21,6 +21,7 @@ from weft.planner.devices import GPUS
 from weft.planner.placement import MANUAL, SEARCH, NoPlacementFits
 
 NO_FIT = "does not fit"
+MACHINE = 8  # GPUs of a machine, unless n_gpus_per_node says how many
 PRICE = re.compile(r"([A-Za-z0-9]+)=(\d+(?:\.\d+)?|\.\d+)")
 
 
@@ -90,6 +91,13 @@ def compare_devices(
             f"search.gpu={config.search.gpu}: plan cost compares clusters of one kind of GPU; leave "
             f"search.gpu out, and name the kinds with --price"
         )
+    machine = config.n_gpus_per_node or MACHINE
+    for count in counts:
+        if count > machine and count % machine:
+            raise ConfigError(
+                f"--devices={count}: is no number of whole machines of {machine} GPUs; name a "
+                f"multiple of {machine}, or set n_gpus_per_node"
+            )
     options = []
     for gpu in prices or GPUS:
         for count in counts:
@@ -100,10 +108,12 @@ def compare_devices(
 
 
 def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -> DeviceOption:
+    per_node = min(count, config.n_gpus_per_node or MACHINE)
     each = replace(
         config,
         device="cuda",
-        n_gpus_per_node=count,
+        n_nodes=count // per_node,
+        n_gpus_per_node=per_node,
         allocation_mode=SEARCH if count > 1 else MANUAL,
         recover_mode="disabled",
         search=replace(config.search, gpu=gpu),

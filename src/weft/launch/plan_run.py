@@ -140,8 +140,11 @@ def with_assumed_lengths(config: RunConfig) -> RunConfig:
     if not isinstance(data, DatasetSpec):
         return config
     context = find_context(resolve_models(config)) or math.inf
-    prompt = int(min(config.search.prompt_tokens or DEFAULT_PROMPT_TOKENS, max(1, context // 2)))
-    answer = int(min(config.search.answer_tokens or DEFAULT_ANSWER_TOKENS, context - prompt))
+    given = config.search.prompt_tokens, config.search.answer_tokens
+    usual = DEFAULT_PROMPT_TOKENS, DEFAULT_ANSWER_TOKENS
+    prompt, answer = (b if a is None else a for a, b in zip(given, usual, strict=True))
+    prompt = int(min(prompt, max(1, context // 2)))
+    answer = int(min(answer, context - prompt))
     changes: dict[str, Any] = {}
     if config.generation and data.max_prompt_len is None:
         changes["dataset"] = data = replace(data, max_prompt_len=prompt)

@@ -22,6 +22,7 @@ from weft.planner.messages import (
     estimate_decode_messages,
     estimate_pass_messages,
     estimate_shard_messages,
+    estimate_stage_sends,
     list_group,
 )
 from weft.planner.offload import (
@@ -119,6 +120,18 @@ class CallWorkload:
         ranks = layout.data * layout.context
         updates = self.num_updates if self.trains else 1
         return max(1, math.ceil(self.num_tokens / ranks / updates / self.microbatch))
+
+    def count_active_stages(self, layout: Layout) -> float:
+        """Return the mean number of pipeline ranks that compute at the same time.
+
+        The others wait for the first micro-batch, or have passed on their last one. Stages that
+        decode have always something to do.
+        """
+        ranks = layout.pipeline
+        if self.method == "generate":
+            return ranks
+        parts = self.count_microbatches(layout) * layout.stages_per_rank
+        return ranks * parts / (parts + ranks - 1)
 
     def count_computed_tokens(self, network: DecoderSizes) -> float:
         """Return the number of tokens that a pass computes, without those of shared prefixes."""
@@ -264,10 +277,9 @@ def _estimate_passes(
         repeats_head=load.trains and load.repeats_head,
     )
     pass_cost = times.compute_pass(size)
-    messages = CallCost(
-        messages=estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
-    )
-    cost = _run_stages(network, size, pass_cost, layout, parts, messages)
+    messages = estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    sends = estimate_stage_sends(network, size, mesh, rates)
+    cost = _run_stages(network, size, pass_cost, layout, parts, messages, sends)
     # Sharded weights are gathered for each micro-batch, and gradients scattered after each.
     if layout.fsdp > 1:
         shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
@@ -276,7 +288,9 @@ def _estimate_passes(
             # GPUs gather a layer while they compute the one before, and scatter during the next.
             first = shards * layout.pipeline / network.shape.layers / parts
             shards = max(first, shards - cost.seconds + cost.bubble)
-        cost = cost.add(CallCost(messages=shards))
+        # A rank of a pipeline also waits for those of the stages before it.
+        others = shards / parts * (layout.pipeline - 1) / layout.stages_per_rank
+        cost = cost.add(CallCost(messages=shards, bubble=others))
     return cost.multiply(updates)
 
 
@@ -286,12 +300,13 @@ def _run_stages(
     pass_cost: PassCost,
     layout: Layout,
     parts: int,
-    messages: CallCost,
+    messages: float,
+    sends: float,
 ) -> CallCost:
     """Return the cost of `parts` micro-batches, each of which passes through all pipeline stages.
 
-    `messages` is the cost of a micro-batch's messages in the stage with the most of them. After
-    attention, the last layer computes only the rows that are read.
+    `messages` are the seconds of a micro-batch's messages within a stage, and `sends` those of
+    sending it to other stages. After attention, the last layer computes only the rows that are read.
     """
     layers = network.shape.layers
     again = size.trains and network.settings.recompute
@@ -302,7 +317,7 @@ def _run_stages(
     last = layer.multiply(1.0 - skipped)
     whole = layer.multiply(layers - 1).add(last, pass_cost.ends)
     if layout.pipeline == 1:
-        return whole.add(messages).multiply(parts)
+        return whole.add(CallCost(messages=messages)).multiply(parts)
     # The slowest stage determines the time between two micro-batches.
     stages = min(layers, layout.placement.num_stages)
     head = network.outputs / max(1, network.active)
@@ -316,13 +331,15 @@ def _run_stages(
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
     waiting = whole.seconds - slowest.seconds
+    waiting += messages * (layout.pipeline - 1) + sends * (layout.pipeline - 2)
     if size.trains and network.splits_backward:
         # Gradients of weights are computed while a rank would wait, and do not keep others waiting.
         share = network.gradient_share / (1.0 + network.gradient_share)
         weights = layers * pass_cost.block_backward.seconds * share
         waiting = max(0.0, waiting - 2 * weights * (1.0 - 1.0 / layout.pipeline))
     waiting /= layout.stages_per_rank
-    return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
+    sent = CallCost(messages=messages + sends)
+    return slowest.add(sent).multiply(parts).add(CallCost(bubble=waiting))
 
 
 def _estimate_update(
@@ -407,8 +424,8 @@ def _estimate_prompts(
 ) -> CallCost:
     """Return the cost of computing `tokens` tokens of prompts on each data-parallel rank."""
     layout = mesh.layout
-    own = math.ceil(load.num_sequences / layout.data / layout.context)
-    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
+    prompts = math.ceil(load.num_sequences / layout.data / layout.context) / load.samples
+    block, rest = times.compute_prefill(tokens, load.prompt_tokens, prompts)
     layers = network.shape.layers / layout.pipeline
     cost = block.multiply(layers).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:

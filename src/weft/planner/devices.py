@@ -48,8 +48,10 @@ class DeviceRates:
         profile: Measured times, which take precedence over the speeds where they fit.
         threads_used: Number of threads of each process, by which measured times are found; 0 for
             GPUs.
+        crowding: Threads of the processes that work at the same time, for each core; at least 1.
+            Messages take that much longer.
         slowdown: Time of a computation relative to the measured one, since other processes compute
-            on the same cores.
+            on the same cores: `crowding`, and what they take from each other besides.
     """
 
     name: str
@@ -71,20 +73,22 @@ class DeviceRates:
     host_bandwidth: float = math.inf
     profile: DeviceProfile | None = None
     threads_used: int = 0
+    crowding: float = 1.0
     slowdown: float = 1.0
 
-    def share_cores(self, working: int, started: int) -> DeviceRates:
+    def share_cores(self, working: float, started: int) -> DeviceRates:
         """Return the rates of one process while several processes compute on the same machine.
 
-        `working` is the number of processes that compute at the same time, and `started` is the
-        number of all processes on the machine. The rates are unchanged for devices that do not
+        `working` is the mean number of processes that compute at the same time, and `started` is
+        the number of all processes on the machine. The rates are unchanged for devices that do not
         share CPU cores.
         """
         if self.cores is None:
             return self
         products, memory, launch = _estimate_core_rates(self.compute_cores_each(working, started))
         threads = self._count_threads(started)
-        slowdown = max(1.0, threads * working / self.cores)
+        crowding = max(1.0, threads * working / self.cores)
+        slowdown = crowding
         if working > 1 and self.links is not None:
             slowdown *= self.links.contention
         return replace(
@@ -93,10 +97,11 @@ class DeviceRates:
             memory_bandwidth=memory,
             launch=launch,
             threads_used=threads,
+            crowding=crowding,
             slowdown=slowdown,
         )
 
-    def compute_cores_each(self, working: int, started: int) -> float:
+    def compute_cores_each(self, working: float, started: int) -> float:
         """Return the number of cores that each process uses while several processes compute.
 
         `working` is the number of processes of the machine that compute at the same time. `started`
@@ -161,10 +166,10 @@ class DeviceRates:
         if self.links is not None and len(counts) == 1:
             # Measured with two ranks, of which each sends half of a tensor, or all of it.
             curve = self.links.messages["scatter" if kind == "exchange" else kind]
-            return curve(sent * {"send": 1.0, "sum": 1.0}.get(kind, 2.0))
+            return self.crowding * curve(sent * {"send": 1.0, "sum": 1.0}.get(kind, 2.0))
         bandwidth = self._compute_bandwidth(counts, size)
         if self.kernels is None:
-            return sent / bandwidth + rounds * self.latency
+            return self.crowding * (sent / bandwidth + rounds * self.latency)
         return time_message(kind, sent, bandwidth, size, len(counts))
 
     def _compute_bandwidth(self, counts: Mapping[int, int], size: int) -> float:
@@ -177,16 +182,6 @@ class DeviceRates:
             return self.link_bandwidth
         ports = 1 if self.kernels is None else max(1, min(min(counts.values()), size // 2))
         return min(self.link_bandwidth, ports * self.network_bandwidth)
-
-    def compute_bandwidth(self, ranks: Iterable[int]) -> float:
-        """Return the bandwidth between the devices `ranks`, in bytes per second.
-
-        This is `link_bandwidth` if all of them are in one machine, and otherwise
-        `network_bandwidth`.
-        """
-        if len({rank // self.per_node for rank in ranks}) == 1:
-            return self.link_bandwidth
-        return self.network_bandwidth
 
 
 # Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in

@@ -43,10 +43,10 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
 def estimate_pass_messages(
     network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
 ) -> float:
-    """Return the seconds of a micro-batch's messages on one rank.
+    """Return the seconds of a micro-batch's messages on one rank, but for those between stages.
 
-    These are sums of tensor parallelism, keys and values of context parallelism, rows for the experts
-    of other ranks, and hidden states that pipeline stages send. `factor` corrects the time of the sums.
+    These are sums of tensor parallelism, keys and values of context parallelism, and rows for the
+    experts of other ranks. `factor` corrects the time of the sums.
     """
     layout = mesh.layout
     shape = network.shape
@@ -72,10 +72,18 @@ def estimate_pass_messages(
     if layout.expert > 1:
         # To the experts and back, in each pass
         seconds += layers * passes * 2 * estimate_expert_exchange(network, size.tokens, mesh, rates)
-    if layout.pipeline > 1:
-        count = layout.stages_per_rank * (2 if size.trains else 1)
-        seconds += count * rates.time_send(states, list_group(mesh, "pipeline"))
     return seconds
+
+
+def estimate_stage_sends(
+    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates
+) -> float:
+    """Return the seconds in which a rank sends a micro-batch's hidden states to other stages."""
+    if mesh.layout.pipeline == 1:
+        return 0.0
+    states = size.tokens * network.shape.hidden * network.element_bytes
+    count = mesh.layout.stages_per_rank * (2 if size.trains else 1)
+    return count * rates.time_send(states, list_group(mesh, "pipeline"))
 
 
 def estimate_expert_exchange(

@@ -1,7 +1,8 @@
 """Plan files: the layouts and devices of a run's calls, as YAML that users can edit.
 
     plan = parse_plan(text, "plan.yaml")     # checks the form, and names the line of each mistake
-    plan.check(facts, calls)                 # checks that the plan is for this run
+    plan.check_facts(facts)                  # checks that the plan is for this run
+    plan.check_calls(names)
     text = format_plan(plan, "ppo")
 
 `weft plan search --output` writes a plan, and `allocation_mode=plan.yaml` runs it. A run also keeps its
@@ -293,6 +294,7 @@ def _read_facts(reader: _PlanReader, values: Mapping[str, Any]) -> PlanFacts:
     models: dict[str, dict[str, int]] = {}
     for role in reader.get_mapping(values, "models", "run."):
         sizes = reader.get_mapping(values["models"], role, "run.models.")
+        reader.check_keys(f"run.models.{role}.", sizes, tuple(SIZE_NAMES))
         models[str(role)] = {}
         for name, size in sizes.items():
             count = reader.get_count(f"run.models.{role}.{name}", size)

@@ -182,11 +182,13 @@ class PlacementProblem:
         network = self.networks[self.units[self.unit_of[call]].role]
         if mesh.layout.context > 1:  # ranks that share tokens compute every prefix
             network = replace(network, shares_prefixes=False)
-        counts = self.count_processes(len(mesh.ranks), started)
+        load = self.loads[call]
+        working, processes = self.count_processes(len(mesh.ranks), started)
+        stages = load.count_active_stages(mesh.layout) / mesh.layout.pipeline
         estimates = []
         for rates in self.list_rates(mesh):
-            shared = rates.share_cores(*counts)
-            estimate = estimate_call(network, self.loads[call], mesh, shared)
+            shared = rates.share_cores(max(1.0, working * stages), processes)
+            estimate = estimate_call(network, load, mesh, shared)
             overhead = rates.call + (rates.dispatch if started > 1 else 0.0)
             estimates.append(estimate.with_overhead(overhead))
         return max(estimates, key=lambda each: each.seconds)
