@@ -102,7 +102,7 @@ def test_calls_have_the_devices_that_allocation_gives_them(
     assert plan.calls[0].name == "actor_gen" and len(plan.calls) == 6
     if mode == "d4":
         assert [group.intervals for group in plan.groups] == [[[0, 4]]]
-        assert {call.layout for call in plan.calls} == {"d4f4", "d4"}
+        assert {call.layout for call in plan.calls} == {"d4f4", "d4f1"}
     fits = [group.fits for group in plan.groups]
     assert all(fits)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.planner.devices import GIB, DeviceRates
+from weft.planner.plan_file import format_devices, format_layout
 from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.search import SearchResult
-from weft.topology import LETTERS, Mesh
+from weft.topology import Mesh
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,8 @@ def format_basis(rates: DeviceRates) -> str:
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return a short text of a mesh, such as `d4t2 on 0-7`."""
-    degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
-    written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
-    first = mesh.ranks[0]
-    last = mesh.ranks[-1]
-    if mesh.ranks != tuple(range(first, last + 1)):
-        return f"{written} on {','.join(map(str, mesh.ranks))}"
-    if first == last:
-        return f"{written} on {first}"
-    return f"{written} on {first}-{last}"
+    """Return a short text of a mesh, such as `d4f1t2 on 0-7`."""
+    return f"{format_layout(mesh.layout)} on {format_devices(mesh.ranks)}"
 
 
 def format_seconds(number: float) -> str:

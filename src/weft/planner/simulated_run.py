@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from weft.experiment import Experiment
 from weft.observe.shown_plan import ShownCall, ShownGroup, ShownPlan, ShownSpan
 from weft.planner.cost import CallWorkload
+from weft.planner.plan_file import format_layout
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
 from weft.planner.simulation import RunSimulation, simulate
 from weft.planner.step_forecast import StepForecast
-from weft.topology import LETTERS, Layout
 
 DEFAULT_STEPS = 3
 
@@ -107,16 +107,6 @@ def _build_groups(forecast: StepForecast, simulation: RunSimulation) -> list[Sho
             )
         )
     return groups
-
-
-def format_layout(layout: Layout) -> str:
-    """Return the layout without degrees of 1, such as `d4t2`; `d1` if all are 1."""
-    text = ""
-    for letter, name in LETTERS.items():
-        degree = getattr(layout, name)
-        if degree > 1 or letter == "d":
-            text += f"{letter}{degree}"
-    return text
 
 
 def _list_assumptions(
