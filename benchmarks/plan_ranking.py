@@ -16,23 +16,14 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.plan import WARM, profile_models, run_case_alone, write_models
-from benchmarks.plan_cases import LARGE, SMALL, Case
+from benchmarks.plan_cases import CASES, LARGE, SMALL, Case
 
 STEPS = 8
 ROUNDS = 2  # runs of each placement, in an order that is drawn for each round
 BAR = 0.8  # the least Kendall tau
 SEARCHED = "search"
 
-SFT = Case("sft", "sft", "instructions", 8, 512, ("model.path=MODEL",))
-PPO = Case(
-    "ppo",
-    "ppo",
-    "questions",
-    8,
-    128,
-    ("actor.path=MODEL", "rew.path=REWARDS", "ppo.ppo_n_minibatches=2"),
-    new_tokens=48,
-)
+SFT, PPO = (next(case for case in CASES if case.name == name) for name in ("sft", "ppo"))
 # Placements on four devices by their layouts
 LAYOUTS = ("d1", "d2", "d4", "t2", "p2", "d2t2", "d2p2", "t2p2")
 # Placements on two devices: options of roles and calls

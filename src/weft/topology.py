@@ -527,3 +527,20 @@ def _count_elements(part: slice) -> int:
 
 def _multiply_slice(part: slice, size: int) -> slice:
     return slice(part.start * size, part.stop * size)
+
+
+def list_rank_intervals(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the intervals of adjacent ranks, as pairs (first rank, rank after the last one).
+
+    `ranks` are in ascending order.
+    """
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return [(ranks[0], ranks[-1] + 1)]
+    intervals = [(ranks[0], ranks[0] + 1)]
+    for rank in ranks[1:]:
+        start, stop = intervals[-1]
+        if rank == stop:
+            intervals[-1] = (start, rank + 1)
+        else:
+            intervals.append((rank, rank + 1))
+    return intervals

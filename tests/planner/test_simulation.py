@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.planner.test_search import NETWORK, RATES, TRAINED
+from tests.work import calls_of
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.planner.candidates import list_meshes
@@ -321,22 +321,6 @@ def test_devices_of_a_group_belong_to_the_same_meshes(seed: int) -> None:
     assert len(seen) == len(set(seen))
 
 
-def count_calls(function: Any) -> int:
-    """Number of functions, of Python and of C, that `function` calls."""
-    count = 0
-
-    def record(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(record)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_cost_does_not_depend_on_the_number_of_devices(staleness: int) -> None:
     graph = build_rl_graph(staleness)
@@ -363,6 +347,6 @@ def test_the_cost_does_not_depend_on_the_number_of_devices(staleness: int) -> No
         )
         simulate(graph, "train", problem, estimate, steps=10)  # fills caches of the interpreter
         counts.append(
-            count_calls(lambda: simulate(graph, "train", problem, estimate, steps=10))  # noqa: B023
+            calls_of(lambda: simulate(graph, "train", problem, estimate, steps=10))  # noqa: B023
         )
     assert len(set(counts)) == 1, counts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.planner.candidates import list_ranges
-from weft.planner.mesh_table import find_runs
 from weft.planner.symmetry import DeviceSymmetry, Run, describe_pattern
+from weft.topology import list_rank_intervals
 
 
 def list_distinct(
@@ -74,5 +74,5 @@ def test_patterns_of_many_machines_do_not_list_them() -> None:
 
 
 def test_runs_of_ranks() -> None:
-    assert find_runs((0, 1, 2)) == [(0, 3)]
-    assert find_runs((0, 2, 3, 7)) == [(0, 1), (2, 4), (7, 8)]
+    assert list_rank_intervals((0, 1, 2)) == [(0, 3)]
+    assert list_rank_intervals((0, 2, 3, 7)) == [(0, 1), (2, 4), (7, 8)]

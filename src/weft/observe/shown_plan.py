@@ -220,7 +220,7 @@ def write_plan(directory: Path, plan: ShownPlan | None) -> None:
 
 
 def read_plan(directory: Path) -> ShownPlan | None:
-    """Return the plan in a run's directory, or None if there is none or it is damaged."""
+    """Return the plan in a run's directory, or None if it is missing or damaged."""
     content = read_json(directory / FORECAST)
     if not content:
         return None

@@ -17,7 +17,7 @@ from weft.planner.candidates import PlacementUnit
 from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import CallEstimate
 from weft.planner.devices import DeviceRates
-from weft.topology import Layout, Mesh
+from weft.topology import Layout, Mesh, list_rank_intervals
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class MeshTable:
             if id(ranks) not in range_of:
                 range_of[id(ranks)] = indices.setdefault(ranks, len(indices))
                 if len(indices) > len(runs):
-                    runs.append(find_runs(ranks))
+                    runs.append(list_rank_intervals(ranks))
                     positions.append(_describe_position(problem, ranks, runs[-1]))
             each = range_of[id(ranks)]
             if layout not in unsharded:
@@ -108,20 +108,6 @@ class MeshTable:
                 bounds[:, number, run] = start, stop
         self.starts, self.stops = bounds[:, self.range_of]
         self.is_adjacent = np.array([len(each) == 1 for each in runs])[self.range_of]
-
-
-def find_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (first, last + 1) of each run of adjacent numbers in ascending `ranks`."""
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return [(ranks[0], ranks[-1] + 1)]
-    runs = [(ranks[0], ranks[0] + 1)]
-    for rank in ranks[1:]:
-        start, stop = runs[-1]
-        if rank == stop:
-            runs[-1] = (start, rank + 1)
-        else:
-            runs.append((rank, rank + 1))
-    return runs
 
 
 def _describe_position(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from weft.graph.graph import DataflowGraph
 from weft.planner.devices import DeviceRates
 from weft.planner.problem import PlacementEstimate, PlacementProblem
-from weft.topology import Mesh
+from weft.topology import Mesh, list_rank_intervals
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def group_devices(
     `kinds` are the first ranks of devices of each kind, in ascending order. Ranges are in the order
     of their first ranks; devices of no mesh follow at the end.
     """
-    runs = {mesh.ranks: _list_runs(mesh.ranks) for mesh in meshes}
+    runs = {mesh.ranks: list_rank_intervals(mesh.ranks) for mesh in meshes}
     ends = {0, num_devices, *(first for first in kinds if first < num_devices)}
     for intervals in runs.values():
         for first, stop in intervals:
@@ -78,7 +78,7 @@ def locate_meshes(
     """Return the indices of the ranges of devices (`group_devices`) of which each mesh consists."""
     located = {}
     for mesh in set(meshes):
-        runs = _list_runs(mesh.ranks)
+        runs = list_rank_intervals(mesh.ranks)
         inside = []
         for number, group in enumerate(groups):
             first = group.intervals[0][0]
@@ -86,20 +86,6 @@ def locate_meshes(
                 inside.append(number)
         located[mesh] = tuple(inside)
     return located
-
-
-def _list_runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the intervals of adjacent ranks, as pairs (first rank, rank after the last one)."""
-    first, last = min(ranks), max(ranks)
-    if last - first + 1 == len(ranks):
-        return [(first, last + 1)]
-    runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank:
-            runs[-1] = (runs[-1][0], rank + 1)
-        else:
-            runs.append((rank, rank + 1))
-    return runs
 
 
 @dataclass(frozen=True)

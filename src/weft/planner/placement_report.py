@@ -1,4 +1,4 @@
-"""What a search for a placement found, as text and as plain values."""
+"""Report of a search for a placement, as text and as plain values."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from weft.errors import ConfigError, find_nearest
 from weft.reading import parse_yaml, read_text, refuse_url
-from weft.topology import LETTERS, Layout, Mesh, parse_mesh
+from weft.topology import LETTERS, Layout, Mesh, list_rank_intervals, parse_mesh
 
 FORMAT = 1
 KEY = "weft_plan"  # key of the format's number, by which a plan is recognized
@@ -368,13 +368,10 @@ def format_layout(layout: Layout) -> str:
 
 def format_devices(ranks: Iterable[int]) -> str:
     """Return the numbers of devices as a list of ranges, such as "0-3,8"."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    parts = []
+    for start, stop in list_rank_intervals(tuple(ranks)):
+        parts.append(str(start) if stop == start + 1 else f"{start}-{stop - 1}")
+    return ",".join(parts)
 
 
 # -- writing
@@ -407,7 +404,7 @@ def format_plan(plan: PlacementPlan, algorithm: str) -> str:
 
 
 def is_unchanged(text: str) -> bool:
-    """Return whether a text is a plan that weft has written and nobody has edited."""
+    """Return whether a text is a plan as weft has written it, without later edits."""
     match = CHECKSUM.search(text)
     return match is not None and match[1] == _compute_checksum(CHECKSUM.sub("", text, count=1))
 
