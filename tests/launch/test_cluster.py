@@ -5,6 +5,7 @@ nodes on this machine.
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from tests import ray_cluster
 from tests.launch.cases import dpo, prepare
-from tests.runtime.placed import Command, run_forked, timeless
+from tests.runtime.placed import Command, count_arenas, run_forked, timeless, write_hooks
 from weft.errors import ConfigError, RunError, UserError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
@@ -190,9 +191,17 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     assert (
         code == 2 and "needs 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out
     ), out
-    two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
+    arenas = tmp_path / "arenas"
+    arenas.mkdir()
+    hooks = [
+        f"imports=[{write_hooks(tmp_path)}]",
+        f"ref_inf.post_hooks=[{{function: count_arenas, args: {{folder: {arenas}}}}}]",
+    ]
+    two = Command(*words(root, "two", "ref.device_mesh=1", *hooks, *ray_words), cwd=tmp_path)
     code, out = two.end()
     assert code == 0 and two.none_left(), out
+    # The settings of the heap reach processes that another program's Ray starts.
+    assert platform.libc_ver()[0] != "glibc" or list(count_arenas(arenas).values()) == [1]
     assert run_forked(*words(root, "alone"), cwd=tmp_path)[0] == 0
     assert timeless(root / "two" / "e" / "t") == timeless(root / "alone" / "e" / "t")
     assert all(process.poll() is None for process in two_nodes.nodes), (

@@ -21,6 +21,7 @@ from tests.environment import copy as copy_environment
 from tests.processes import run_weft
 
 HOOKS = '''
+import ctypes
 import os
 import random
 import signal
@@ -76,6 +77,16 @@ def count_threads(model, folder):
         file.write(str(torch.get_num_threads()))
 
 
+@register_function("count_arenas")
+def count_arenas(model, folder):
+    """Write the state of malloc (`malloc_info`) into a file that is named by this process."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(os.path.join(folder, str(os.getpid())).encode(), b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+
+
 @register_function("fail")
 def fail(model, step):
     if model.step == step:
@@ -98,6 +109,12 @@ def write_hooks(folder: Path) -> Path:
     path = folder / "placed_hooks.py"
     path.symlink_to(_hooks())
     return path
+
+
+def count_arenas(folder: Path) -> dict[int, int]:
+    """Return how many arenas malloc had in each process that ran the hook `count_arenas`, by id."""
+    texts = {int(path.name): path.read_text() for path in folder.iterdir()}
+    return {process: text.count("<heap nr=") for process, text in texts.items()}
 
 
 @cache

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ import pytest
 
 from tests import overlap
 from tests.launch.cases import options, ppo, prepare
-from tests.runtime.placed import Command, run_forked, timeless, write_hooks
+from tests.runtime.placed import Command, count_arenas, run_forked, timeless, write_hooks
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiments import PPOConfig
 from weft.launch import run
@@ -25,6 +26,7 @@ from weft.runtime import directory
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # a cluster starts for them
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked")
 STEPS = 3
 SLOW = "ref_inf.pre_hooks=[{function: nap}]"
 
@@ -65,6 +67,8 @@ def three(root) -> Path:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     made = placed(root, "three")
     made.ref_inf.pre_hooks = made.rew_inf.pre_hooks = [{"function": "nap"}]
+    (root / "arenas").mkdir()
+    made.rew_inf.post_hooks = [{"function": "count_arenas", "args": {"folder": f"{root}/arenas"}}]
     return run(made).directory
 
 
@@ -102,6 +106,12 @@ def test_what_devices_print_is_in_a_log_each(three):
     assert sorted(path.name for path in (three / "logs").iterdir()) == [
         f"worker-{rank}.log" for rank in range(3)
     ]
+
+
+@glibc
+def test_all_threads_of_a_device_share_one_heap(root, three):
+    """Memory that one thread freed is in reach of every other one, and none is lost between areas."""
+    assert list(count_arenas(root / "arenas").values()) == [1]
 
 
 def words(root: Path, folder: str, *more: str) -> list[str]:

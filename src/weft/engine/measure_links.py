@@ -35,7 +35,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError, RunError
-from weft.observe.memory import keep_freed_memory
+from weft.observe.memory import prepare_heaps
 from weft.parallel.collectives import sum_over_ranks
 from weft.parallel.mesh import ProcessGroups, RankMesh, choose_backend
 from weft.topology import Layout, Mesh
@@ -78,7 +78,8 @@ def measure_links(
                 process = context.Process(
                     target=_run_rank, args=(rank, network, threads, str(store), theirs), daemon=True
                 )
-                process.start()
+                with prepare_heaps():
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
@@ -115,7 +116,6 @@ def _run_rank(
 ) -> None:
     """Run one of the two processes, and send its readiness and its results through `pipe`."""
     try:
-        keep_freed_memory()
         device = network.device
         if device.type == "cuda":
             device = torch.device("cuda", rank)

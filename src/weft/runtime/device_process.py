@@ -29,7 +29,6 @@ import weft
 from weft.data.sample import SequenceSample
 from weft.engine.device import DeviceTrace, measure_peak_memory_gib, use_device
 from weft.errors import TRANSPORTS, DevicesLost, NotFinite, RunError, UserError, WeftError
-from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, choose_backend
 from weft.realloc.execute import ParameterSnapshot, Reallocation
 from weft.runtime.roles import EngineKey
@@ -153,8 +152,6 @@ class DeviceProcess:
         self.rank = rank
         self.peers = peers
         self.is_driver = peers is None
-        if not self.is_driver:
-            keep_freed_memory()
         self.device = device or torch.device("cpu")  # until `BuildWorker` sets it
         self.store = TensorStore()
         self.groups: ProcessGroups | None = None

@@ -21,6 +21,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, DevicesLost, RunError
+from weft.observe.memory import build_heap_variables, prepare_heaps
 from weft.runtime.machines import (
     AddressWatch,
     RayNode,
@@ -300,6 +301,10 @@ class RayCluster:
         self, scratch: ScratchFolder | None = None, processes: Iterable[ProcessId] = ()
     ) -> None:
         self._scratch = scratch
+        # Processes of a private cluster have these variables from their node.
+        self.runtime_env = (
+            {} if scratch is not None else {"env_vars": build_heap_variables(os.environ)}
+        )
         self._processes = set(processes)
         self.silent_s = SILENT_SECONDS
         context = ray.get_runtime_context()
@@ -355,7 +360,7 @@ class RayCluster:
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         try:
-            with silence_library("ray"):
+            with silence_library("ray"), prepare_heaps():
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -543,6 +548,7 @@ class DeviceLaunch:
             actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(self._device == "cuda"),
+                runtime_env=self.cluster.runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=index
                 ),
