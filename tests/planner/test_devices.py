@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
+from weft.planner.devices import GIB, RESERVED_GIB, estimate_cpu_rates, find_gpu_rates
 
 
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
@@ -13,7 +13,7 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
     assert (
         found.name == "H100"
         and found.flops == pytest.approx(0.81 * 989e12)
-        and found.capacity == 72 * GIB
+        and found.capacity == (79.1 - RESERVED_GIB) * GIB
         and found.host_bandwidth == 0.8 * 64e9
     )
     assert (

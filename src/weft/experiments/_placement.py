@@ -25,7 +25,13 @@ from weft.experiments.plans import (
 from weft.planner import placement
 from weft.planner.cluster import DeviceCluster, find_cluster, is_mixed
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
-from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
+from weft.planner.devices import (
+    GIB,
+    DeviceRates,
+    estimate_cpu_rates,
+    find_gpu_rates,
+    subtract_reserved,
+)
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.topology import Layout
 
@@ -217,7 +223,11 @@ def _find_rates(
     cluster = _find_mixed_cluster(config, networks)
     if cluster is not None:
         return cluster.rates
-    name = config.search.gpu or torch.cuda.get_device_name(0)
+    name = config.search.gpu
+    if name is None:
+        name = torch.cuda.get_device_name(0)
+        if memory is None:
+            memory = subtract_reserved(read_memory_bytes(torch.device("cuda")) / GIB)
     try:
         return find_gpu_rates(name, _find_dtype(networks), memory, per_node)
     except ConfigError as error:

@@ -45,7 +45,13 @@ from weft.observe.memory import MIB, format_size, measure_file_pages_gb
 from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
 from weft.planner.cluster import find_cluster, find_least_memory, is_mixed
-from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
+from weft.planner.devices import (
+    GIB,
+    GPU_SIZES,
+    find_gpu_rates,
+    get_usable_memory,
+    subtract_reserved,
+)
 from weft.planner.forecast import (
     EXTRAS,
     CallMemory,
@@ -131,8 +137,12 @@ class TargetDevices:
         if mode == "local" and device.type == "cpu":
             check_processes(count)
         share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
-        taken = RESERVED_GIB * GIB if device.type == "cuda" else 0.0
-        usable = memory_gb * GIB if memory_gb is not None else share - taken
+        if memory_gb is not None:
+            usable = memory_gb * GIB
+        elif device.type == "cuda":
+            usable = subtract_reserved(share / GIB) * GIB
+        else:
+            usable = share
         line = format_hardware(
             describe_hardware(device),
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -157,7 +167,7 @@ class TargetDevices:
                 replace(
                     self,
                     name=f"GPU of {gb} GB",
-                    usable=(gib - RESERVED_GIB) * GIB,
+                    usable=subtract_reserved(gib) * GIB,
                     description=template.format(gb=gb, option=GPU_OPTION_HINT),
                 )
             )

@@ -19,7 +19,7 @@ from weft.launch.plan import forecast_run_step
 from weft.observe.memory import measure_file_pages_gb
 from weft.observe.metrics import PREDICTED
 from weft.observe.predicted import PEAK, PEAK_MEMORY, STEP_SECONDS, WEIGHTS, PredictedStep
-from weft.planner.devices import GIB
+from weft.planner.devices import GIB, subtract_reserved
 from weft.planner.forecast import MemoryForecast
 from weft.planner.run_plan import group_roles_by_device
 from weft.planner.simulated_run import build_shown_plan
@@ -66,8 +66,11 @@ def _find_target(
     if experiment.control.device == TPU:
         return TargetDevices(device, "TPU", count, math.inf, "TPU")
     name = str(machine["name"])
-    share = machine["memory"] / (count if device.type == "cpu" else 1)
-    return TargetDevices(device, name, count, share, name)
+    if device.type == "cuda":
+        usable = subtract_reserved(machine["memory"] / GIB) * GIB
+    else:
+        usable = machine["memory"] / count
+    return TargetDevices(device, name, count, usable, name)
 
 
 def _forecast_seconds(

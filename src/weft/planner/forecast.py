@@ -12,7 +12,7 @@ from weft.engine.spec import ModelSpec
 from weft.extras import install
 from weft.graph.mfc import MFCDef, Offload
 from weft.observe.memory import MIB, format_size
-from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
+from weft.planner.devices import GIB, GPU_SIZES, subtract_reserved
 from weft.planner.memory import (
     CallDemand,
     MemorySettings,
@@ -238,7 +238,9 @@ class MemoryOption:
     @property
     def smallest_gpu_gb(self) -> int | None:
         """Size in GB of the smallest GPU with enough memory; None if no GPU has enough."""
-        return next((gb for gb, gib in GPU_SIZES if self.size / GIB <= gib - RESERVED_GIB), None)
+        return next(
+            (gb for gb, gib in GPU_SIZES if self.size / GIB <= subtract_reserved(gib)), None
+        )
 
 
 def list_memory_options(cases: Cases, missing: Collection[str]) -> list[MemoryOption]:
