@@ -26,9 +26,25 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
         find_gpu_rates("H101", "bfloat16")
 
 
-def test_a_name_with_another_number_is_another_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"H1000.*did you mean H100"):
-        find_gpu_rates("H1000", "bfloat16")
+@pytest.mark.parametrize("name", ["H1000", "XH100Y", "H100Y", "XH100", "GH200", "RTX A4090"])
+def test_a_name_within_another_word_is_another_gpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"search.gpu='{name}'"):
+        find_gpu_rates(name, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("H100-SXM", "H100"),
+        ("h100_pcie", "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+    ],
+)
+def test_a_gpu_is_known_by_a_word_of_its_name(name: str, gpu: str) -> None:
+    assert find_gpu_rates(name, "bfloat16").name == gpu
 
 
 def test_processes_that_share_a_core_are_slower() -> None:

@@ -283,7 +283,7 @@ def find_gpu_rates(
     `dtype` is the dtype of the matrix products. `memory_gb` is the usable memory in GiB, by default
     that of `get_usable_memory`. Raises `ConfigError` for an unknown GPU.
     """
-    gpu = next((known for known in GPUS if re.search(rf"{known}(?!\d)", name, re.IGNORECASE)), None)
+    gpu = next((known for known in GPUS if is_named(known, name)), None)
     if gpu is None:
         close = find_nearest(name, GPUS, 1)
         if close:
@@ -314,6 +314,15 @@ def find_gpu_rates(
         kernels=GpuKernels(peak, 1e12 * memory),
         host_bandwidth=1e9 * HOST_SHARE * HOST_LINKS.get(gpu, PCIE_4),
     )
+
+
+def is_named(gpu: str, name: str) -> bool:
+    """Return whether a name such as "NVIDIA H100 80GB HBM3" has `gpu`, such as "H100", as a word.
+
+    Letters and digits belong to a word: `XH100Y` and `H1000` are other GPUs.
+    """
+    word = rf"(?<![A-Za-z0-9]){re.escape(gpu)}(?![A-Za-z0-9])"
+    return re.search(word, name, re.IGNORECASE) is not None
 
 
 def subtract_reserved(gib: float) -> float:
