@@ -19,8 +19,8 @@ from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments.planned_networks import describe_planned_engine
 from weft.graph.mfc import MFCDef
-from weft.launch.facts import describe_planned_engine
 from weft.planner import search
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes

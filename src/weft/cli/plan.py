@@ -334,7 +334,8 @@ def print_memory_plan(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from weft.launch.facts import build_case, describe_planned_engine, find_missing_packages
+    from weft.experiments.planned_networks import describe_planned_engine
+    from weft.launch.facts import build_case, find_missing_packages
 
     # Describe the engine that the options ask for.
     tokens = arguments.tokens

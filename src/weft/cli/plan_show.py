@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 
@@ -119,18 +119,13 @@ def simulate_config(
     model's config.json is missing, the speed of the devices is not known, or the named run has no
     such times.
     """
-    from weft.launch.facts import TargetDevices
     from weft.launch.plan import forecast_run_step
-    from weft.launch.plan_run import with_assumed_lengths
-    from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
+    from weft.launch.plan_run import plan_experiment, with_assumed_lengths
     from weft.planner.profile import NOTE
     from weft.planner.simulated_run import build_shown_plan
 
-    assumed = with_assumed_lengths(config)
-    planned = cast("RunConfig", mark_as_planned(assumed, needs_data=False))
-    experiment, mode = set_up_experiment(planned, None)
-    experiment = build_with_files(planned, experiment, data=False)
-    experiment.check()
+    run, target = plan_experiment(with_assumed_lengths(config))
+    experiment = run.experiment
     refused = []
     for note in experiment.plan_notes:
         if note.startswith(NOTE) or "config.json" in note:
@@ -138,7 +133,6 @@ def simulate_config(
     if refused:
         raise ConfigError("\n".join(refused))
     host_seconds = {} if host_times is None else read_host_times(host_times, experiment)
-    target = TargetDevices.from_experiment(experiment, mode)
     forecast = forecast_run_step(experiment, target)
     if forecast is None:
         raise ConfigError(

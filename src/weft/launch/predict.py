@@ -14,7 +14,8 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import TPU
 from weft.errors import UserError
 from weft.experiment import Experiment
-from weft.launch.facts import MODULES, TargetDevices
+from weft.experiments.planned_networks import MODULES
+from weft.launch.facts import TargetDevices
 from weft.launch.plan import forecast_run_step
 from weft.observe.memory import measure_file_pages_gb
 from weft.observe.metrics import PREDICTED

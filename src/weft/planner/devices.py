@@ -52,6 +52,8 @@ class DeviceRates:
             Messages take that much longer.
         slowdown: Time of a computation relative to the measured one, since other processes compute
             on the same cores: `crowding`, and what they take from each other besides.
+        memory: Whole memory of the device in bytes, of which a run gives a share to the KV cache;
+            0 if it is not known apart from `capacity`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class DeviceRates:
     threads_used: int = 0
     crowding: float = 1.0
     slowdown: float = 1.0
+    memory: float = 0.0
 
     def share_cores(self, working: float, started: int) -> DeviceRates:
         """Return the rates of one process while several processes compute on the same machine.
@@ -295,7 +298,7 @@ def find_gpu_rates(
             f"like it ({hint})"
         )
     half, single, memory, _, link = GPUS[gpu]
-    usable = get_usable_memory(gpu) if memory_gb is None else memory_gb
+    usable = get_usable_memory(gpu)
     peak = 1e12 * (half if dtype in ("bfloat16", "float16") else single)
     return DeviceRates(
         name=gpu,
@@ -305,7 +308,8 @@ def find_gpu_rates(
         network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
         launch=GPU_LAUNCH,
-        capacity=usable * GIB,
+        capacity=(usable if memory_gb is None else memory_gb) * GIB,
+        memory=(usable + RESERVED_GIB) * GIB,
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,

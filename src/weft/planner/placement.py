@@ -381,6 +381,7 @@ def build_workload(
         batch_bytes=_count_batch_bytes(experiment, lengths, keys, samples),
         cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
         offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
+        has_entropy=call.trains and bool(call.args.get("entropy_coef")),
     )
 
 
