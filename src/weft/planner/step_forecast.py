@@ -61,6 +61,8 @@ class StepForecast:
         notes: Messages to the user, for example on a profile that could not be used.
         problem: Problem of placing the calls, with the workloads that the forecast is made from.
         estimate: Estimate of the placement that the run has.
+        startup_seconds: Time until the processes of a run have built their networks, as a profile
+            measured it, or None.
     """
 
     step_seconds: float
@@ -71,6 +73,11 @@ class StepForecast:
     problem: PlacementProblem
     estimate: PlacementEstimate
     notes: tuple[str, ...] = ()
+    startup_seconds: float | None = None
+
+    def compute_run_seconds(self, steps: int) -> float:
+        """Return the duration of a run of `steps` steps, with its start-up if that is known."""
+        return steps * self.step_seconds + (self.startup_seconds or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
@@ -86,11 +93,14 @@ class StepForecast:
         """
         rate = self.num_tokens / self.step_seconds
         run = ""
+        left_out = list(self.left_out)
         if steps is not None:
-            run = f", {format_duration(steps * self.step_seconds)} for {steps:,} steps"
-        missing = ""
-        if self.left_out:
-            missing = f", without {', '.join(self.left_out)}"
+            run = f", {format_duration(self.compute_run_seconds(steps))} for {steps:,} steps"
+            if self.startup_seconds is None:
+                left_out.append("start-up")
+            else:
+                run += f" with {self.startup_seconds:.3g} s of start-up"
+        missing = f", without {', '.join(left_out)}" if left_out else ""
         lines = [
             f"time: about {self.step_seconds:.3g} s per step ({rate:,.0f} tokens/s){run}{missing}; "
             f"from {self.basis}"
@@ -161,6 +171,7 @@ def forecast_step(
         rates.basis,
         problem,
         estimate,
+        startup_seconds=None if rates.links is None else rates.links.startup_seconds,
     )
 
 
