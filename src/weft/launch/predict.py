@@ -24,7 +24,7 @@ from weft.planner.devices import GIB, subtract_reserved
 from weft.planner.forecast import MemoryForecast
 from weft.planner.run_plan import group_roles_by_device
 from weft.planner.simulated_run import build_shown_plan
-from weft.planner.step_forecast import StepForecast
+from weft.planner.step_forecast import StepForecast, with_expert_loads
 
 
 def predict_step(
@@ -47,16 +47,29 @@ def predict_step(
     forecast, reason = _forecast_seconds(experiment, target, data)
     if forecast is None:
         return PredictedStep(metrics, reason=reason)
-    metrics[f"{PREDICTED}{STEP_SECONDS}"] = forecast.step_seconds
-    for name, call in forecast.calls.items():
-        metrics[f"{PREDICTED}{name}"] = call.seconds
-        if call.moved_bytes:
-            metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
+    held = dict(metrics)
+    metrics |= _list_seconds(forecast)
+    predict_again = None
+    if any(mesh.layout.expert > 1 for mesh in forecast.estimate.meshes.values()):
+
+        def predict_again(loads: Mapping[str, float]) -> dict[str, float]:
+            return held | _list_seconds(with_expert_loads(forecast, experiment, loads))
+
     basis = "; ".join([forecast.basis, *forecast.notes])
     title = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
     steps = 1 if not forecast.problem.max_staleness else forecast.problem.max_staleness + 3
     plan = build_shown_plan(experiment, forecast, title, steps=steps)
-    return PredictedStep(metrics, basis, forecast.left_out, plan=plan)
+    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=predict_again)
+
+
+def _list_seconds(forecast: StepForecast) -> dict[str, float]:
+    """Return the predicted seconds of a step and of its calls, and the bytes of moved weights."""
+    metrics = {f"{PREDICTED}{STEP_SECONDS}": forecast.step_seconds}
+    for name, call in forecast.calls.items():
+        metrics[f"{PREDICTED}{name}"] = call.seconds
+        if call.moved_bytes:
+            metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
+    return metrics
 
 
 def _find_target(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
 CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
+# Tokens of the busiest expert relative to the mean, where a loss balances the experts: an assumption,
+# in the range that Wang et al. 2024 report (arXiv:2408.15664)
+EXPERT_LOAD = 1.6
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class DecoderSizes:
         outputs: Number of weights in the output matrix.
         experts: Number of experts of a layer; 0 without experts.
         chosen_experts: Number of experts that process a token.
+        expert_load: Tokens of the busiest expert of a layer, relative to the mean.
         frozen_layers: Number of the first layers that are frozen; the backward pass ends before
             them. The embedding is then frozen too.
         scores: True if only one row of each sequence is read, as by a reward model.
@@ -61,6 +65,7 @@ class DecoderSizes:
     splits_backward: bool = False
     shares_rows: bool = True
     held: NetworkShape | None = None
+    expert_load: float = EXPERT_LOAD
 
     @property
     def element_bytes(self) -> int:

@@ -8,7 +8,7 @@ describes the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -146,7 +146,24 @@ def forecast_step(
         cluster=cluster,
         shared_roles=shared_roles,
     )
-    estimate = problem.estimate([0] * len(units))
+    return forecast_placement(experiment, problem)
+
+
+def with_expert_loads(
+    forecast: StepForecast, experiment: Experiment, loads: Mapping[str, float]
+) -> StepForecast:
+    """Return the forecast with measured loads of experts (`DecoderSizes.expert_load`), by role."""
+    networks = dict(forecast.problem.networks)
+    for role, load in loads.items():
+        if role in networks:
+            networks[role] = replace(networks[role], expert_load=load)
+    found = forecast_placement(experiment, replace(forecast.problem, networks=networks))
+    return replace(found, notes=forecast.notes)
+
+
+def forecast_placement(experiment: Experiment, problem: PlacementProblem) -> StepForecast:
+    """Return the forecast of a step with the only placement that `problem` has."""
+    estimate = problem.estimate([0] * len(problem.units))
     step_seconds = estimate.step_seconds
     if problem.max_staleness:
         # The replay knows what waits; the estimate is only a lower bound.
@@ -162,10 +179,13 @@ def forecast_step(
             max(estimate.parts[name], key=lambda part: estimate.parts[name][part]),
             estimate.parts[name],
         )
-    left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
+    calls = experiment.graph.list_model_calls()
+    known = problem.networks
+    left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in known))
+    rates = problem.rates
     return StepForecast(
         step_seconds,
-        max(load.num_tokens for load in loads.values()),
+        max(load.num_tokens for load in problem.loads.values()),
         forecasts,
         left_out,
         rates.basis,
