@@ -125,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 "model": row.name,
                 "GPUs": f"{row.layout.num_devices} x {row.gpu}",
                 "layout": format_layout(row.layout),
-                "published": row.published,
+                "published": float(row.published),
                 "weft": found,
                 "error, %": 100 * (found / row.published - 1),
                 "fit": "*" * row.fits,
