@@ -125,8 +125,8 @@ def simulate_config(
     from weft.planner.simulated_run import build_shown_plan
     from weft.planner.step_forecast import with_expert_loads
 
-    run, target = plan_experiment(with_assumed_lengths(config))
-    experiment = run.experiment
+    resolved, target = plan_experiment(with_assumed_lengths(config))
+    experiment = resolved.experiment
     refused = []
     for note in experiment.plan_notes:
         if note.startswith(NOTE) or "config.json" in note:

@@ -194,15 +194,11 @@ def describe_assumptions(config: RunConfig, options: Sequence[DeviceOption]) -> 
     fixed = count_fixed_devices(config)
     if fixed is not None:
         placed += f"; {fixed:,} as allocation_mode={config.allocation_mode} says"
-    startups = {each.startup_seconds for each in options if each.step_seconds is not None}
-    known = [each for each in startups if each is not None]
-    if known:
-        return [
-            *lines,
-            placed,
-            f"runs have {max(known):.3g} s of start-up, and neither save nor evaluate",
-        ]
-    return [*lines, placed, "runs are without start-up, saving and evaluation"]
+    left_out = "runs are without start-up, saving and evaluation"
+    startups = [each.startup_seconds for each in options if each.startup_seconds is not None]
+    if startups:
+        left_out = f"runs have {max(startups):.3g} s of start-up, and neither save nor evaluate"
+    return [*lines, placed, left_out]
 
 
 def format_cost_table(options: Sequence[DeviceOption], steps: int | None) -> list[str]:

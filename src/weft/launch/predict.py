@@ -39,8 +39,8 @@ def predict_step(
     """Return the values that are predicted for each step of a run.
 
     `expected` is the memory forecast, `device` a device of the run, and `machine` its description
-    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process. Seconds are those of a step with
-    rows of average length, memory is that of the largest batches.
+    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process.
+    Seconds are those of a step with rows of average length, memory is that of the largest batches.
     """
     metrics = _predict_memory(experiment, expected, alone=alone)
     target = _find_target(experiment, device, machine)
@@ -49,17 +49,17 @@ def predict_step(
         return PredictedStep(metrics, reason=reason)
     held = dict(metrics)
     metrics |= _list_seconds(forecast)
-    predict_again = None
-    if any(mesh.layout.expert > 1 for mesh in forecast.estimate.meshes.values()):
 
-        def predict_again(loads: Mapping[str, float]) -> dict[str, float]:
-            return held | _list_seconds(with_expert_loads(forecast, experiment, loads))
+    def predict_again(loads: Mapping[str, float]) -> dict[str, float]:
+        return held | _list_seconds(with_expert_loads(forecast, experiment, loads))
 
+    divides_experts = any(mesh.layout.expert > 1 for mesh in forecast.estimate.meshes.values())
     basis = "; ".join([forecast.basis, *forecast.notes])
     title = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
     steps = 1 if not forecast.problem.max_staleness else forecast.problem.max_staleness + 3
     plan = build_shown_plan(experiment, forecast, title, steps=steps)
-    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=predict_again)
+    again = predict_again if divides_experts else None
+    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=again)
 
 
 def _list_seconds(forecast: StepForecast) -> dict[str, float]:
