@@ -12,15 +12,16 @@ the tables do not have it. The package is used if it is installed; none of its d
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks import results
 from weft.planner.compute_times import ComputeTimes
 from weft.planner.decoder_sizes import CHUNK_ROWS, DecoderSizes
 from weft.planner.devices import DeviceRates, find_gpu_rates
@@ -225,30 +226,44 @@ def read_case(case: Case, path: Path, backend: str) -> float:
     return float(found.tpot if decodes else found.ttft)
 
 
-def main() -> None:
-    """Print the table and its median errors."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", action="store_true", help="the cases of the fit")
-    cases = FIT if parser.parse_args().fit else HELD_OUT
+def main(words: Sequence[str] | None = None) -> None:
+    """Compare the cases, and print and write the table and its median errors."""
+    parser = results.parser("gpu_rates", str(__doc__), repeats=1)
+    parser.add_argument("--fit", action="store_true", help="the cases of the fit; writes no file")
+    arguments = parser.parse_args(words)
+    arguments.dry = arguments.dry or arguments.fit
+    results.start(arguments)
+    cases = FIT if arguments.fit else HELD_OUT
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore")
     rates = find_gpu_rates("H100", "bfloat16")
-    errors: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    print(f"{'case':<32}  {'weft, ms':>9}  " + "  ".join(f"{b:>9}  error, %" for b in BACKENDS))
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: write_model(Path(folder) / name, model) for name, model in MODELS.items()}
-        for case in cases:
-            name = f"{case.phase} {case.model} t{case.tensor} {case.batch} x {case.context}"
-            estimate = estimate_case(case, rates)
-            line = f"{name:<32}  {estimate:>9.4g}"
-            for backend in BACKENDS:
-                published = read_case(case, paths[case.model], backend)
-                error = 100 * (estimate / published - 1)
-                errors[backend].append(abs(error))
-                line += f"  {published:>9.4g}  {error:>8.1f}"
-            print(line)
-    for backend, found in errors.items():
-        print(f"{backend}: median error {statistics.median(found):.1f}%, largest {max(found):.0f}%")
+        for case in cases[:2] if arguments.quick else cases:
+            rows.append(compare_case(case, paths[case.model], rates))
+    notes = []
+    for backend in BACKENDS:
+        errors = [abs(row[f"{backend} error, %"]) for row in rows]
+        notes.append(
+            f"{backend}: median error {statistics.median(errors):.1f}%, largest {max(errors):.0f}%"
+        )
+    report = results.Results("gpu_rates", rows, {"system": SYSTEM}, notes=notes)
+    results.report(report, arguments)
+
+
+def compare_case(case: Case, path: Path, rates: DeviceRates) -> dict[str, Any]:
+    """Return the row of a case, whose model has its config.json in `path`."""
+    estimate = estimate_case(case, rates)
+    row: dict[str, Any] = {
+        "case": f"{case.phase} {case.model} t{case.tensor} {case.batch} x {case.context}",
+        "weft, ms": estimate,
+    }
+    for backend in BACKENDS:
+        published = read_case(case, path, backend)
+        row[f"{backend}, ms"] = published
+        row[f"{backend} error, %"] = 100 * (estimate / published - 1)
+    return row
 
 
 if __name__ == "__main__":

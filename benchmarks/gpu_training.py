@@ -8,14 +8,16 @@ layouts. One constant was adjusted to four of them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks import results
 from benchmarks.gpu_rates import MODELS, Model, build_sizes
 from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.devices import find_gpu_rates
+from weft.planner.plan_file import format_layout
 from weft.topology import Layout, Mesh
 
 TITAN_8B = "torchtitan, 2024-12, tables 1 and 3"
@@ -110,28 +112,32 @@ def estimate_row(row: Row) -> float:
     return sequences * row.length / seconds / row.layout.num_devices
 
 
-def main() -> None:
-    """Print the table and the median error."""
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
-    print(f"{'model':<18}  {'GPUs':<10}  {'layout':<12}  published   weft  error, %  source")
-    errors: dict[bool, list[float]] = {True: [], False: []}
+def main(words: Sequence[str] | None = None) -> None:
+    """Estimate the rows, and print and write the table and its median errors."""
+    parser = results.parser("gpu_training", str(__doc__), repeats=1)
+    arguments = parser.parse_args(words)
+    results.start(arguments)
+    rows = []
     for row in ROWS:
         found = estimate_row(row)
-        error = 100 * (found / row.published - 1)
-        errors[row.fits].append(abs(error))
-        count = f"{row.layout.num_devices} x {row.gpu}"
-        layout = str(row.layout).removesuffix("e1").removesuffix("c1")
-        print(
-            f"{row.name:<18}  {count:<10}  {layout:<12}  {row.published:>9,.0f}  {found:>5,.0f}  "
-            f"{error:>8.1f}  {row.source}{' *' * row.fits}"
+        rows.append(
+            {
+                "model": row.name,
+                "GPUs": f"{row.layout.num_devices} x {row.gpu}",
+                "layout": format_layout(row.layout),
+                "published": float(row.published),
+                "weft": found,
+                "error, %": 100 * (found / row.published - 1),
+                "fit": "*" * row.fits,
+                "source": row.source,
+            }
         )
-    for fits, found_errors in errors.items():
-        rows = "fit" if fits else "held-out"
-        print(f"median error of {rows} rows {statistics.median(found_errors):.1f}%")
+    notes = []
+    for mark, name in (("*", "fit"), ("", "held-out")):
+        errors = [abs(row["error, %"]) for row in rows if row["fit"] == mark]
+        notes.append(f"median error of {name} rows {statistics.median(errors):.1f}%")
+    report = results.Results("gpu_training", rows, notes=notes)
+    results.report(report, arguments)
 
 
 if __name__ == "__main__":

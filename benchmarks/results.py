@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("weft", "torch", "transformers", "trl", "numpy", "jax", "optax")
+PACKAGES = ("weft", "torch", "transformers", "trl", "numpy", "jax", "optax", "aiconfigurator")
 GIB = 2**30
 # seconds; what a step of gigabytes gives back keeps the host of a virtual machine busy for some
 # tenths

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import results
 from benchmarks.gpu_rates import FIT, HELD_OUT, MODELS, build_sizes, estimate_case
 from benchmarks.gpu_training import ROWS, estimate_row
 from weft.planner.devices import find_gpu_rates
@@ -35,3 +42,29 @@ def test_published_rows_are_within_a_factor_of_two() -> None:
     for row in ROWS:
         assert 0.5 < estimate_row(row) / row.published < 2, row.name
     assert sum(row.fits for row in ROWS) == 4
+
+
+@pytest.mark.parametrize("name", ["plan", "gpu_rates", "gpu_training"])
+def test_the_page_has_the_tables_of_the_results(name: str, repo: Path) -> None:
+    page = (repo / "docs" / "planning.md").read_text()
+    found: dict[str, Any] = json.loads((results.RESULTS / f"{name}.json").read_text())
+    for line in results.table(found["rows"]).splitlines():
+        assert line in page, line
+    if name != "plan":
+        for note in found["notes"]:
+            assert note in page, note
+
+
+def test_the_page_has_the_cases_of_the_search(repo: Path) -> None:
+    """The cases in which models and GPUs grow together."""
+    page = (repo / "docs" / "planning.md").read_text()
+    found: dict[str, Any] = json.loads((results.RESULTS / "placement.json").read_text())
+    shown = 0
+    for row in found["rows"]:
+        words = [f"{row['search, s']:.3g}", f"{row['one layout / search']}", f"{row['GiB']:.1f}"]
+        for line in page.splitlines():
+            key = [row["actor"], str(row["devices"]), str(row["new tokens"])]
+            if line.split()[:3] == key and row["case"] == "ScaleBoth":
+                shown += 1
+                assert [line.split()[3], *line.split()[-2:]] == words, line
+    assert shown == 12

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments.planned_networks import describe_planned_engine
 from weft.graph.mfc import MFCDef
-from weft.launch.facts import describe_planned_engine
 from weft.planner import search
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
+from weft.planner.devices import RESERVED_GIB
 from weft.planner.placement import build_workload
 from weft.topology import Layout, Mesh
 
@@ -133,6 +135,19 @@ def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> No
         match=r"no placement on 8 devices fits into memory; the smallest needs \d+\.\d GiB of a device's 1\.0",
     ):
         sft.build()
+
+
+def test_of_this_machines_gpus_the_same_is_left_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(total_memory=39 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: gpu)
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.max_tokens_per_microbatch, sft.dataset.max_seqlen = 4096, 2048
+    sft.search.gpu, sft.device = None, "cuda"
+    assert sft.build().search["device_memory_gb"] == 39 - RESERVED_GIB
 
 
 def test_a_cluster_of_gpus_is_named_where_this_machine_has_none(folder: Path) -> None:

@@ -13,7 +13,14 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import SFTConfig
 from weft.launch.facts import TargetDevices
-from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, get_usable_memory
+from weft.planner.devices import (
+    GIB,
+    GPU_SIZES,
+    GPUS,
+    RESERVED_GIB,
+    find_gpu_rates,
+    get_usable_memory,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,9 @@ def test_a_gpu_that_is_named_need_not_be_here(folder: Path) -> None:
         ).device.type
         == "cpu"
     ), "device=cpu counts"
+    for gpu in GPUS:
+        named = TargetDevices.from_experiment(experiment(folder, gpu=gpu), "local")
+        assert named.usable == find_gpu_rates(gpu, "bfloat16").capacity, "as the search has it"
     assert get_usable_memory("T4") == pytest.approx(0.97 * 16 - RESERVED_GIB)
     with pytest.raises(ConfigError, match="Voodoo"):
         TargetDevices.from_experiment(experiment(folder, gpu="Voodoo"), "local")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -79,13 +80,14 @@ def test_a_table_for_a_model_that_is_a_config_alone(
 ) -> None:
     prices = ["--price", "H100=2.5", "--price", "L4=0.6"]
     assert main([*words, *prices, "--devices", "1,4", "--steps", "100"]) == 0
-    header, *rows, lengths = capsys.readouterr().out.splitlines()
+    header, *rows, lengths, placed, left_out = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "GPUs" and len(rows) == 4
     assert [row.split()[:3] for row in rows] == [
         [count, "x", gpu] for gpu in ("H100", "L4") for count in ("1", "4")
     ]
     assert "does not fit" in rows[0] and "does not fit" in rows[2]
     assert "cheapest" in rows[1] and "for rows of 512 + 1,536 tokens" in lengths
+    assert "by allocation_mode=search" in placed and "without start-up" in left_out
     assert main([*words, *prices, "--devices", "4", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["steps"] is None and made["options"][0]["step_seconds"] > 0
@@ -120,3 +122,38 @@ def test_more_gpus_than_a_machine_has_are_whole_machines(
     assert find_seconds("--devices", "16") > one
     assert main([*words, "--devices", "12"]) == 2
     assert "--devices=12: is no number of whole machines of 8 GPUs" in capsys.readouterr().err
+
+
+def test_the_start_up_is_part_of_hours_and_cost() -> None:
+    known = replace(FITS, startup_seconds=900.0)
+    assert known.compute_run_seconds(500) == 1800.0
+    assert known.compute_cost(500) == pytest.approx(2.5 * 2 / 2)
+    assert format_cost_table([known], 500)[1].split()[4:6] == ["30:00", "2.50"]
+
+
+def test_a_layout_is_priced_on_as_many_gpus_as_it_has(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_rows(*more: str) -> list[str]:
+        assert main([*words, "--price", "H100=1", "--devices", "4,8", *more]) == 0
+        return capsys.readouterr().out.splitlines()[1:]
+
+    searched = find_rows()
+    fixed = find_rows("allocation_mode=t4")
+    assert fixed[0] != searched[0] and fixed[1].split()[3] == searched[1].split()[3]
+    assert fixed[3].endswith("; 4 as allocation_mode=t4 says") and "says" not in searched[3]
+    assert main([*words, "--price", "H100=1", "--devices", "4", "allocation_mode=x4"]) == 2
+    assert "'x' is unknown" in capsys.readouterr().err
+
+
+def test_a_plan_file_is_priced_on_as_many_gpus_as_it_has(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("weft_plan: 1\ncalls:\n  train: {layout: t4, devices: 0-3}\n")
+    command = [*words, "--price", "H100=1", "--devices", "4"]
+    assert main([*command, "allocation_mode=t4"]) == 0
+    row, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert main([*command, f"allocation_mode={plan}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == row and lines[3].endswith(f"; 4 as allocation_mode={plan} says")

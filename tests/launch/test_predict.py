@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from weft.launch.predict import predict_step
 from weft.launch.run import set_up_experiment
 from weft.observe.memory import measure_file_pages_gb
 from weft.observe.predicted import PredictedStep
+from weft.planner.decoder_sizes import EXPERT_LOAD
 from weft.planner.forecast import CallMemory, MemoryForecast
 from weft.planner.memory import RoleMemory
+from weft.registry import families
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -49,6 +52,28 @@ def test_a_process_on_a_cpu_also_holds_what_it_held_before(experiment: Experimen
     assert own > 2 + 0.25 + measure_file_pages_gb() - 0.05
     assert made.metrics["predicted/step_seconds"] == made.metrics["predicted/train"] > 0
     assert made.basis == "estimated speeds of a CPU" and made.reason == ""
+
+
+def test_the_load_of_experts_changes_what_is_predicted(root: Path) -> None:
+    folder = root / "experts"
+    folder.mkdir()
+    config = {"model_type": "mixtral", **families.get("mixtral").tiny}
+    (folder / "config.json").write_text(json.dumps(config))
+    changed = sft(root, "experts-run")
+    changed.model.path, changed.model.init_from_scratch = str(folder), True
+    changed.model.layout, changed.n_gpus_per_node = "d2e2", 2
+    experiment = set_up_experiment(changed, None)[0]
+    made = predict(experiment, torch.device("cuda", 0), name="NVIDIA H100")
+    assert made.predict_again is not None
+    name = "predicted/step_seconds"
+    assumed = made.predict_again({"model": EXPERT_LOAD})
+    assert assumed == made.metrics
+    more, most = (made.predict_again({"model": load})[name] for load in (2.0, 4.0))
+    assert made.metrics[name] < more < most
+    changed.model.layout = "d2"
+    experiment = set_up_experiment(changed, None)[0]
+    made = predict(experiment, torch.device("cuda", 0), name="NVIDIA H100")
+    assert made.predict_again is None, "without expert parallelism no rank waits for another"
 
 
 def test_a_known_gpu_has_speeds_and_an_unknown_one_has_memory_alone(

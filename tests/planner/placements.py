@@ -20,6 +20,7 @@ from weft.planner.cost import (
 )
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
+from weft.planner.memory import HOLES, PROCESS, PROGRAM
 from weft.planner.problem import PlacementProblem
 from weft.topology import Layout, Mesh
 
@@ -94,7 +95,7 @@ def _draw_rates(draw: random.Random, per_node: int) -> DeviceRates:
     if draw.random() < 0.3:
         threads = draw.choice((None, 1, 2))
         cores = draw.choice((1.0, 2.0, 4.0))
-        return estimate_cpu_rates(cores, draw.choice((0.1, 0.5, 8.0)), per_node, threads)
+        return estimate_cpu_rates(cores, draw.choice((0.6, 1.0, 8.0)), per_node, threads)
     return replace(
         RATES,
         per_node=per_node,
@@ -271,12 +272,20 @@ def _find_excess(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known
         base = problem.shared_roles.get(role)
         shared = base is not None and _are_equal_but_for_shards(owners[base], mesh)
         for rank in mesh.ranks:
-            stays[rank] += held.resident_cache if shared else held.permanent - held.away
-            most[rank] = max(most[rank], held.call + (0 if shared else held.away))
+            permanent = held.resident_cache if shared else held.permanent - held.away
+            more = held.call + (0 if shared else held.away)
+            if problem.rates.cores is not None:  # the heap keeps freed memory, with gaps
+                permanent, more = permanent + held.cache, HOLES * more
+            stays[rank] += permanent
+            most[rank] = max(most[rank], more)
+    other = 0.0
+    if problem.rates.cores is not None:
+        started = 1 + max(max(mesh.ranks) for mesh in meshes)
+        other = PROGRAM + (PROCESS if started > 1 else 0)
     excess = -math.inf
     for rank in range(problem.num_devices):
         capacity = _get_rates(problem, (rank,)).capacity
-        excess = max(excess, stays[rank] + most[rank] - capacity)
+        excess = max(excess, stays[rank] + most[rank] + other - capacity)
     return excess
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
+from weft.planner.devices import GIB, RESERVED_GIB, estimate_cpu_rates, find_gpu_rates
 
 
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
@@ -13,7 +13,7 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
     assert (
         found.name == "H100"
         and found.flops == pytest.approx(0.81 * 989e12)
-        and found.capacity == 72 * GIB
+        and found.capacity == (79.1 - RESERVED_GIB) * GIB
         and found.host_bandwidth == 0.8 * 64e9
     )
     assert (
@@ -26,9 +26,25 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
         find_gpu_rates("H101", "bfloat16")
 
 
-def test_a_name_with_another_number_is_another_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"H1000.*did you mean H100"):
-        find_gpu_rates("H1000", "bfloat16")
+@pytest.mark.parametrize("name", ["H1000", "XH100Y", "H100Y", "XH100", "GH200", "RTX A4090"])
+def test_a_name_within_another_word_is_another_gpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"search.gpu='{name}'"):
+        find_gpu_rates(name, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("H100-SXM", "H100"),
+        ("h100_pcie", "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+    ],
+)
+def test_a_gpu_is_known_by_a_word_of_its_name(name: str, gpu: str) -> None:
+    assert find_gpu_rates(name, "bfloat16").name == gpu
 
 
 def test_processes_that_share_a_core_are_slower() -> None:

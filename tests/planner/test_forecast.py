@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.planner.forecast import HOLES, PROGRAM, CallMemory, MemoryForecast
-from weft.planner.memory import RoleMemory
+from weft.planner.forecast import CallMemory, MemoryForecast
+from weft.planner.memory import HOLES, PROGRAM, RoleMemory
 
 
 def test_a_total_without_activations_is_no_upper_limit() -> None:

@@ -9,7 +9,6 @@ from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
 from weft.planner.forecast import (
     ADAPTER_RANK,
     EXTRAS,
-    MemoryCase,
     MemoryOption,
     find_install_command,
     format_fit,
@@ -17,7 +16,7 @@ from weft.planner.forecast import (
     format_table,
     list_memory_options,
 )
-from weft.planner.memory import CallDemand, MemorySettings, NetworkShape
+from weft.planner.memory import CallDemand, MemoryCase, MemorySettings, NetworkShape
 
 BILLION = 10**9
 SHAPE = NetworkShape(

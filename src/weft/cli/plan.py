@@ -61,8 +61,8 @@ MEMORY_EPILOG = """examples:
 DEFAULT_DEVICES = (1, 2, 4, 8)
 COST_SUMMARY = "which GPUs a run fits, how long it takes on them, and for how much"
 COST_EPILOG = """Times are estimates; search.prompt_tokens and search.answer_tokens set the lengths. Calls are placed
-by search on each number of GPUs, whatever allocation_mode says. More than a machine's GPUs (n_gpus_per_node,
-or 8) are whole machines.
+by search on each number of GPUs; allocation_mode=heuristic, or a layout or plan file on as many GPUs as it has, is heeded. More
+than a machine's GPUs (n_gpus_per_node, or 8) are whole machines.
 
 examples:
   weft plan cost sft model.path=Qwen/Qwen3-8B dataset.train_path=sft.jsonl --price H100=2.5 --price A100=1.4 --steps 1000
@@ -251,7 +251,7 @@ def print_cost(arguments: argparse.Namespace) -> None:
     """
     from weft.launch.plan_cost import (
         compare_devices,
-        describe_lengths,
+        describe_assumptions,
         format_cost_table,
         parse_prices,
     )
@@ -266,7 +266,8 @@ def print_cost(arguments: argparse.Namespace) -> None:
     steps = arguments.steps or config.max_steps
     options = compare_devices(config, prices, counts)
     if not arguments.json:
-        print("\n".join([*format_cost_table(options, steps), describe_lengths(config)]))
+        notes = describe_assumptions(config, options)
+        print("\n".join([*format_cost_table(options, steps), *notes]))
         return
     rows = []
     for option in options:
@@ -334,7 +335,8 @@ def print_memory_plan(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from weft.launch.facts import build_case, describe_planned_engine, find_missing_packages
+    from weft.experiments.planned_networks import describe_planned_engine
+    from weft.launch.facts import build_case, find_missing_packages
 
     # Describe the engine that the options ask for.
     tokens = arguments.tokens

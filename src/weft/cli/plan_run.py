@@ -173,14 +173,14 @@ def _describe_options(base: RunForecast, selected: Sequence[OptionForecast]) -> 
 
 def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict[str, Any]:
     """Return the forecast as plain values."""
-    seconds = base.step.step_seconds
+    steps = base.steps
     peaks = base.compute_call_peaks()
     return {
         **base.step.to_dict(),
         "tokens_per_second": base.tokens_per_second,
-        "steps": base.steps,
+        "steps": steps,
         "epochs": base.epochs,
-        "run_seconds": None if base.steps is None else base.steps * seconds,
+        "run_seconds": None if steps is None else base.step.compute_run_seconds(steps),
         "bound": base.compute_shares(),
         "rows_per_step": base.rows,
         "device": base.device,

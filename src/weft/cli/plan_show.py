@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 
@@ -63,8 +63,8 @@ def add_parser(commands: Any, words: Mapping[str, Any]) -> None:
     parser.add_argument(
         "--host-times",
         metavar="RUN",
-        help="run of the same experiment, whose times of host functions such as rewards are "
-        "simulated, too (default: they take no time)",
+        help="run of the same experiment, whose times of host functions such as rewards, and whose "
+        "load of experts, are simulated (default: no time, an assumed load)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -119,57 +119,61 @@ def simulate_config(
     model's config.json is missing, the speed of the devices is not known, or the named run has no
     such times.
     """
-    from weft.launch.facts import TargetDevices
     from weft.launch.plan import forecast_run_step
-    from weft.launch.plan_run import with_assumed_lengths
-    from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
+    from weft.launch.plan_run import plan_experiment, with_assumed_lengths
     from weft.planner.profile import NOTE
     from weft.planner.simulated_run import build_shown_plan
+    from weft.planner.step_forecast import with_expert_loads
 
-    assumed = with_assumed_lengths(config)
-    planned = cast("RunConfig", mark_as_planned(assumed, needs_data=False))
-    experiment, mode = set_up_experiment(planned, None)
-    experiment = build_with_files(planned, experiment, data=False)
-    experiment.check()
+    resolved, target = plan_experiment(with_assumed_lengths(config))
+    experiment = resolved.experiment
     refused = []
     for note in experiment.plan_notes:
         if note.startswith(NOTE) or "config.json" in note:
             refused.append(note)
     if refused:
         raise ConfigError("\n".join(refused))
-    host_seconds = {} if host_times is None else read_host_times(host_times, experiment)
-    target = TargetDevices.from_experiment(experiment, mode)
+    host_seconds: Mapping[str, float] = {}
+    loads: Mapping[str, float] = {}
+    if host_times is not None:
+        host_seconds, loads = read_host_times(host_times, experiment)
     forecast = forecast_run_step(experiment, target)
     if forecast is None:
         raise ConfigError(
             "plan show: the speed of these devices is not known; name a GPU, such as "
             "search.gpu=H100, or set device=cpu"
         )
+    if loads:
+        forecast = with_expert_loads(forecast, experiment, loads)
     return build_shown_plan(experiment, forecast, title, steps=steps, host_seconds=host_seconds)
 
 
-def read_host_times(run: str, experiment: Experiment) -> dict[str, float]:
-    """Return the median seconds a step of the experiment's host functions in an earlier run.
+def read_host_times(run: str, experiment: Experiment) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what an earlier run of the experiment measured.
 
-    Raises `ConfigError` if there is no such run, or if it has no times of these functions.
+    This is the median seconds a step of each host function, and the median load of each role's
+    experts. Raises `ConfigError` if there is no such run, or if it has neither.
     """
     from weft.cli.named_run import RUNS, find_run, open_root
+    from weft.observe.expert_loads import read_expert_loads
     from weft.observe.host_times import read_host_seconds
     from weft.observe.run_files import RunFiles
 
     models = {call.name for call in experiment.graph.list_model_calls()}
     names = [name for name in experiment.graph.order if name not in models]
-    if not names:
+    lines = RunFiles.read(find_run(run, open_root(RUNS))).lines
+    roles = {node.name: node.role for node in experiment.trained_nodes}
+    seconds, loads = read_host_seconds(lines, names), read_expert_loads(lines, roles)
+    if not names and not loads:
         raise ConfigError(
             f"--host-times {run}: this experiment has no host functions; leave it out"
         )
-    seconds = read_host_seconds(RunFiles.read(find_run(run, open_root(RUNS))).lines, names)
-    if not seconds:
+    if names and not seconds:
         raise ConfigError(
             f"--host-times {run}: this run has no times of {', '.join(names)}; name a run of the "
             "same experiment that has finished a step"
         )
-    return seconds
+    return seconds, loads
 
 
 def format_summary(plan: ShownPlan) -> list[str]:

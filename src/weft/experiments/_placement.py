@@ -13,6 +13,7 @@ from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.experiments.models import find_option_role
+from weft.experiments.planned_networks import build_planned_network
 from weft.experiments.plans import (
     build_run_plan,
     describe_run_facts,
@@ -24,8 +25,14 @@ from weft.experiments.plans import (
 )
 from weft.planner import placement
 from weft.planner.cluster import DeviceCluster, find_cluster, is_mixed
-from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
-from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.devices import (
+    GIB,
+    DeviceRates,
+    estimate_cpu_rates,
+    find_gpu_rates,
+    subtract_reserved,
+)
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.topology import Layout
 
@@ -98,12 +105,15 @@ def _place_by_estimates(
     if missing:
         return placement.with_notes(experiment, missing)
 
+    import torch
+
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.network_source import check_layout
 
     # Read the sizes of the models.
     on_gpu = _is_on_gpu(experiment, config)
     dtype = _choose_dtype(experiment, on_gpu=on_gpu)
+    device = "cuda" if on_gpu else "cpu"
     configs = {}
     networks = {}
     for role, spec in experiment.roles.items():
@@ -111,7 +121,7 @@ def _place_by_estimates(
             with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
                 configs[role] = read_config(spec.path, spec.type)[1]
             spec = replace(spec, dtype=spec.dtype or dtype)
-            networks[role] = build_decoder_sizes(spec, configs[role], on_gpu=on_gpu)
+            networks[role] = build_planned_network(spec, configs[role], torch.device(device))
 
     def check(role: str, layout: Layout) -> None:
         check_layout(experiment.roles[role], layout, configs[role])
@@ -205,9 +215,11 @@ def _find_rates(
     # CPUs: share this machine's memory and cores.
     memory = config.search.memory_gb
     if not on_gpu:
+        whole = float(read_memory_bytes(torch.device("cpu")))
         if memory is None:
-            memory = 0.9 * read_memory_bytes(torch.device("cpu")) / GIB / per_node
-        return estimate_cpu_rates(count_cores(), memory, per_node, read_thread_limit())
+            memory = 0.9 * whole / GIB / per_node
+        rates = estimate_cpu_rates(count_cores(), memory, per_node, read_thread_limit())
+        return replace(rates, memory=whole)
     # GPUs: look up the type that is set, or that of this machine.
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(
@@ -217,7 +229,11 @@ def _find_rates(
     cluster = _find_mixed_cluster(config, networks)
     if cluster is not None:
         return cluster.rates
-    name = config.search.gpu or torch.cuda.get_device_name(0)
+    name = config.search.gpu
+    if name is None:
+        name = torch.cuda.get_device_name(0)
+        if memory is None:
+            memory = subtract_reserved(read_memory_bytes(torch.device("cuda")) / GIB)
     try:
         return find_gpu_rates(name, _find_dtype(networks), memory, per_node)
     except ConfigError as error:

@@ -9,16 +9,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 
-from weft import kernels
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.auto import choose_backend
 from weft.engine.device import (
     describe_hardware,
     format_hardware,
@@ -35,37 +32,37 @@ from weft.engine.generation.caches import (
 from weft.engine.rows import PackLayout, split_batch
 from weft.engine.spec import TPU, GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
-from weft.engine.torch.engine import choose_dtype
 from weft.engine.torch.prepare import share_prompts, share_training_prefixes
 from weft.experiment import Experiment
+from weft.experiments.planned_networks import build_memory_settings, describe_planned_engine
 from weft.graph.mfc import MFCDef
 from weft.launch.cluster import check_processes, get_device_kind
-from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import MIB, format_size, measure_file_pages_gb
 from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
 from weft.planner.cluster import find_cluster, find_least_memory, is_mixed
-from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
+from weft.planner.cost import SLOT
+from weft.planner.devices import (
+    GIB,
+    GPU_SIZES,
+    find_gpu_rates,
+    get_usable_memory,
+    subtract_reserved,
+)
 from weft.planner.forecast import (
     EXTRAS,
     CallMemory,
-    MemoryCase,
     MemoryForecast,
     find_offloaded,
 )
 from weft.planner.lengths import count_updates
-from weft.planner.memory import CallDemand, NetworkShape, build_settings
+from weft.planner.memory import CallDemand, MemoryCase, NetworkShape
+from weft.planner.problem import PlacementProblem
 from weft.planner.run_plan import name_engines
 from weft.runtime.split import split_minibatches
-from weft.topology import Mesh
 
 GPU = torch.device("cuda")  # any GPU
 GPU_OPTION_HINT = "name one with search.gpu=H100"
-SLOT = 64  # initial tokens per cache slot; doubled as needed
-# process of a CPU device without a model: Python, torch and their libraries
-PROCESS = 0.4 * GIB
-# Modules with a function `planned`, by backend; each is imported when it is needed.
-MODULES = {name: f"weft.engine.backends.{name}" for name in ("torch", "hf", "jax")}
 
 
 # -- devices
@@ -131,8 +128,12 @@ class TargetDevices:
         if mode == "local" and device.type == "cpu":
             check_processes(count)
         share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
-        taken = RESERVED_GIB * GIB if device.type == "cuda" else 0.0
-        usable = memory_gb * GIB if memory_gb is not None else share - taken
+        if memory_gb is not None:
+            usable = memory_gb * GIB
+        elif device.type == "cuda":
+            usable = subtract_reserved(share / GIB) * GIB
+        else:
+            usable = share
         line = format_hardware(
             describe_hardware(device),
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -157,7 +158,7 @@ class TargetDevices:
                 replace(
                     self,
                     name=f"GPU of {gb} GB",
-                    usable=(gib - RESERVED_GIB) * GIB,
+                    usable=subtract_reserved(gib) * GIB,
                     description=template.format(gb=gb, option=GPU_OPTION_HINT),
                 )
             )
@@ -182,24 +183,6 @@ class TargetDevices:
 
 
 # -- engines
-
-
-def describe_planned_engine(
-    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
-) -> Mapping[str, Any]:
-    """Return the `Engine.description` of the mesh's first rank without building the engine.
-
-    No weights are read, and the device need not exist. For a user-defined backend, the description
-    contains only its name. Raises the same `UserError`s as the backend.
-    """
-    spec = choose_backend(spec)
-    if spec.backend not in MODULES:
-        return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
-    backend = import_module(MODULES[spec.backend])
-    description: Mapping[str, Any] = backend.planned(
-        replace(spec, planned=True), mesh, device, tokenizer
-    )
-    return description
 
 
 def predict_facts(
@@ -298,7 +281,7 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 def forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
-    given: Sequence[SequenceSample],
+    given: Sequence[SequenceSample] | PlacementProblem,
     device: torch.device,
     baseline: float = 0.0,
     capacity: float | None = None,
@@ -306,12 +289,15 @@ def forecast(
     """Forecast the memory that a run needs.
 
     `facts` maps roles to the descriptions of their engines, including those of copies. `given` are
-    the batches that are expected to need the most memory. `baseline` is the memory in GiB that the
-    process used before the engines were built. `capacity` is the memory in bytes of a GPU that is
-    not on this machine.
+    the batches that are expected to need the most memory or, if no rows were read, the problem of
+    placing the calls, with assumed workloads, from which a search estimates the same. `baseline` is
+    the memory in GiB that the process used before the engines were built. `capacity` is the memory
+    in bytes of a GPU that is not on this machine.
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
-    batches = [_add_completions(experiment, batch) for batch in given]
+    batches = []
+    if not isinstance(given, PlacementProblem):
+        batches = [_add_completions(experiment, batch) for batch in given]
     meshes = experiment.role_meshes
     names = name_engines(experiment)
     roles = {}
@@ -326,15 +312,22 @@ def forecast(
             for c in experiment.graph.list_model_calls():
                 if c.role == role and experiment.call_meshes[c.name] == mesh:
                     calls.append(c)
-            place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
-            works = _collect_works(experiment, calls, batches, place, own)
             name = names[role, mesh]
-            if own.get("sizes") is None:
-                incomplete.append(name)
+            place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
             chosen = spec if mesh == meshes[role] else spec.mirror()
             leaves = find_offloaded(chosen, calls)
-            joined = list(chain.from_iterable(works.values()))
-            case = build_case(chosen, own, joined, device, leaves)
+            if own.get("sizes") is None:
+                incomplete.append(name)
+            if isinstance(given, PlacementProblem) and own.get("sizes") is not None:
+                case = given.build_memory_case(
+                    role, mesh, [call.name for call in calls], own=mesh == meshes[role]
+                )
+                by_call = zip(calls, case.works, strict=True)
+                works = {call.name: [demand] for call, demand in by_call}
+            else:
+                works = _collect_works(experiment, calls, batches, place, own)
+                joined = list(chain.from_iterable(works.values()))
+                case = build_case(chosen, own, joined, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
             if own.get("sizes") is not None:
@@ -342,27 +335,23 @@ def forecast(
                     alone = memory.estimate(case.shape, case.settings, demands)
                     call_memory[call_name] = CallMemory(name, alone.call)
             if device.type != "cuda":
-                works = _collect_works(experiment, calls, batches, replace(place, device=GPU), own)
+                if batches:
+                    there = replace(place, device=GPU)
+                    works = _collect_works(experiment, calls, batches, there, own)
                 joined = list(chain.from_iterable(works.values()))
                 narrow = replace(chosen, dtype="bfloat16")
                 on_gpu[name] = build_case(narrow, own, joined, GPU, leaves)
         # The parameters of a role that shares another one's base are counted there.
         if find_shared_base(experiment, role) is not None:
-            roles[role] = replace(
-                roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0
-            )
+            roles[role] = roles[role].without_weights()
             on_gpu.pop(role)
-    # Add the limits of KV caches and the memory of separate processes.
+    # Add the limits of KV caches.
     calls = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
     limits = {
         call.name: limit
         for call in calls
         if (limit := _get_cache_limit(call, RoleDevice(device, capacity)))
     }
-    if device.type == "cpu" and experiment.num_devices > 1:
-        process = PROCESS
-    else:
-        process = 0.0
     return MemoryForecast(
         roles,
         device.type,
@@ -370,7 +359,7 @@ def forecast(
         baseline,
         limits,
         on_gpu,
-        process,
+        experiment.num_devices,
         find_missing_packages(),
         call_memory,
     )
@@ -439,19 +428,11 @@ def build_case(
         }
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    # What tensors a CPU allocates also depends on weft's kernels; it offloads nothing.
-    dtype = choose_dtype(spec)
-    on_cpu = device.type == "cpu"
-    plain = on_cpu and dtype == "float32"
-    has_kernels = plain and kernels.cpu_library() is not None
+    on_cpu = device.type == "cpu"  # which offloads nothing
     settings = replace(
-        build_settings(spec, dtype, device.type, count_chunk_rows(shape.vocab, device)),
+        build_memory_settings(spec, device),
         weights_leave=not on_cpu and "weights" in leaves,
         optimizer_leaves=not on_cpu and "optimizer" in leaves,
-        packs=plain and not has_kernels,
-        in_place=has_kernels,
-        adds_rows=plain,
-        widens=on_cpu and dtype in ("bfloat16", "float16"),
     )
     return MemoryCase(shape, settings, tuple(works))
 

@@ -20,18 +20,23 @@ from weft.checkpoints.hf_io import read_config
 from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
-from weft.engine.device import count_cores, describe_profiled_device, read_thread_limit
+from weft.engine.device import (
+    count_cores,
+    describe_profiled_device,
+    read_memory_bytes,
+    read_thread_limit,
+)
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.experiments.planned_networks import build_planned_network
 from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.options import read
 from weft.planner.cluster import find_cluster, is_mixed
-from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.placement import (
@@ -42,6 +47,7 @@ from weft.planner.placement import (
     is_plan_path,
 )
 from weft.planner.plan_file import parse_plan
+from weft.planner.problem import PlacementProblem
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.planner.row_lengths import RowLengths
 from weft.planner.run_plan import describe_run, group_roles_by_device
@@ -80,21 +86,22 @@ def build_plan_lines(
     """
     experiment = run.experiment
     notes: list[str] = []
+    step = forecast_run_step(experiment, target, None if data is None else data.loaded)
+    given: Sequence[SequenceSample] | PlacementProblem
     if data is not None:
-        batches: Sequence[SequenceSample] = data.loaded.train.build_large_batches()
+        given = data.loaded.train.build_large_batches()
     else:
         batch, lengths = build_assumed_batch(experiment)
-        batches = [batch]
+        given = [batch] if step is None else step.problem
         notes = [
             f"data: not read; memory is that of {lengths}, which dataset.max_prompt_len and "
             f"dataset.max_seqlen bound"
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
-    step = forecast_run_step(experiment, target, None if data is None else data.loaded)
     assumed = step
     if experiment.plan and data is not None:
         assumed = forecast_run_step(experiment, target)
-    target, expected = _forecast(experiment, facts, batches, target)
+    target, expected = _forecast(experiment, facts, given, target)
     described = describe_run(
         experiment,
         None if data is None else data.horizon,
@@ -129,7 +136,7 @@ def forecast_run_step(
     for role, spec in experiment.roles.items():
         if spec.path and spec.backend not in (*NO_NETWORK, "hf"):
             family = read_config(spec.path, spec.type)[1]
-            networks[role] = build_decoder_sizes(spec, family, on_gpu=on_gpu)
+            networks[role] = build_planned_network(spec, family, target.device)
     if not networks:
         return None
     per_node = experiment.control.n_gpus_per_node or experiment.num_devices
@@ -149,6 +156,7 @@ def forecast_run_step(
             return None
     else:
         rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
+        rates = replace(rates, memory=float(read_memory_bytes(target.device)))
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
     written = read(DatasetSpec(), select_written_dataset(experiment))
@@ -333,17 +341,16 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
 def _forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
-    batches: Sequence[SequenceSample],
+    given: Sequence[SequenceSample] | PlacementProblem,
     target: TargetDevices,
 ) -> tuple[TargetDevices, MemoryForecast]:
     """Return the smallest devices on which the run fits, and the memory forecast for them.
 
     The devices to choose from are `target.list_candidates()`; if the run fits on none of them, the
-    largest are returned. `facts` maps roles to the descriptions of their engines, and `batches` are
-    the batches that are expected to need the most memory.
+    largest are returned. `facts` and `given` are those of `forecast`.
     """
     for each in target.list_candidates():
-        memory_forecast = forecast(experiment, facts, batches, each.device, capacity=each.usable)
+        memory_forecast = forecast(experiment, facts, given, each.device, capacity=each.usable)
         assert each.usable is not None
         if find_largest_need(experiment, memory_forecast)[0] <= each.usable:
             break

@@ -18,7 +18,16 @@ from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
 from weft.planner.cluster import is_mixed
 from weft.planner.devices import GPUS
-from weft.planner.placement import MANUAL, SEARCH, NoPlacementFits
+from weft.planner.placement import (
+    HEURISTIC,
+    MANUAL,
+    MODES,
+    SEARCH,
+    NoPlacementFits,
+    is_plan_path,
+)
+from weft.planner.plan_file import parse_call_mesh, read_plan
+from weft.topology import Layout
 
 NO_FIT = "does not fit"
 MACHINE = 8  # GPUs of a machine, unless n_gpus_per_node says how many
@@ -37,6 +46,7 @@ class DeviceOption:
         usable_bytes: Memory of a GPU that a run can use.
         price: Price of one GPU for an hour, or None if it is not known.
         why: Why the run does not fit or cannot run on these devices, or "".
+        startup_seconds: Duration of the run's start-up, or None if it is not known.
     """
 
     gpu: str
@@ -46,12 +56,20 @@ class DeviceOption:
     usable_bytes: float
     price: float | None
     why: str = ""
+    startup_seconds: float | None = None
+
+    def compute_run_seconds(self, steps: int) -> float | None:
+        """Return the duration of a run of `steps` steps, with its start-up if that is known."""
+        if self.step_seconds is None:
+            return None
+        return steps * self.step_seconds + (self.startup_seconds or 0.0)
 
     def compute_cost(self, steps: int) -> float | None:
         """Return the price of `steps` steps, or None if the price or the time is not known."""
-        if self.price is None or self.step_seconds is None:
+        seconds = self.compute_run_seconds(steps)
+        if self.price is None or seconds is None:
             return None
-        return self.price * self.count * steps * self.step_seconds / 3600
+        return self.price * self.count * seconds / 3600
 
 
 def parse_prices(words: Sequence[str]) -> dict[str, float]:
@@ -83,7 +101,7 @@ def compare_devices(
     """Return what the run of `config` takes on each number of GPUs of each type.
 
     The types are those of `prices`, or all known ones if it is empty. With several GPUs, the calls
-    are placed as `allocation_mode=search` does, unless layouts are set. Raises `UserError` if the
+    are placed as `choose_mode` says, unless layouts are set. Raises `UserError` if the
     configuration cannot be run on any device.
     """
     if config.search.gpu is not None and is_mixed(config.search.gpu):
@@ -107,6 +125,34 @@ def compare_devices(
     return options
 
 
+def count_fixed_devices(config: RunConfig) -> int | None:
+    """Return the number of devices that `allocation_mode` fixes, or None if it leaves it open.
+
+    Layouts and plan files fix it.
+    """
+    mode = config.allocation_mode
+    if mode in MODES:
+        return None
+    if not is_plan_path(mode):
+        return Layout.parse(mode).num_devices
+    plan = read_plan(mode, "allocation_mode")
+    meshes = [parse_call_mesh(plan, name, sharded=False) for name in plan.calls]
+    return plan.facts.devices or 1 + max(mesh.ranks[-1] for mesh in meshes)
+
+
+def choose_mode(config: RunConfig, count: int) -> str:
+    """Return the `allocation_mode` by which a run is placed on `count` GPUs.
+
+    This is the user's, if it places calls on as many. Otherwise the calls are searched for.
+    """
+    fixed = count_fixed_devices(config)
+    if fixed == count:
+        return config.allocation_mode
+    if count == 1:
+        return MANUAL
+    return HEURISTIC if config.allocation_mode == HEURISTIC else SEARCH
+
+
 def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -> DeviceOption:
     per_node = min(count, config.n_gpus_per_node or MACHINE)
     each = replace(
@@ -114,7 +160,7 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
         device="cuda",
         n_nodes=count // per_node,
         n_gpus_per_node=per_node,
-        allocation_mode=SEARCH if count > 1 else MANUAL,
+        allocation_mode=choose_mode(config, count),
         recover_mode="disabled",
         search=replace(config.search, gpu=gpu),
     )
@@ -126,15 +172,33 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
         return DeviceOption(gpu, count, None, 0.0, 0.0, price, str(error))
     if not run.fits:
         return DeviceOption(gpu, count, None, run.needed, run.usable, price, NO_FIT)
-    return DeviceOption(gpu, count, run.step.step_seconds, run.needed, run.usable, price)
+    return DeviceOption(
+        gpu,
+        count,
+        run.step.step_seconds,
+        run.needed,
+        run.usable,
+        price,
+        startup_seconds=run.step.startup_seconds,
+    )
 
 
-def describe_lengths(config: RunConfig) -> str:
-    """Return a line about the lengths that the comparison assumes."""
+def describe_assumptions(config: RunConfig, options: Sequence[DeviceOption]) -> list[str]:
+    """Return lines about the lengths, placements and durations that the comparison assumes."""
     manual = with_assumed_lengths(replace(config, allocation_mode=MANUAL))
     experiment, _ = set_up_experiment(mark_as_planned(manual, needs_data=False), None)
     _, lengths = build_assumed_batch(experiment)
-    return f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"
+    lines = [f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"]
+    mode = HEURISTIC if config.allocation_mode == HEURISTIC else SEARCH
+    placed = f"several GPUs: by allocation_mode={mode}, unless layouts are set"
+    fixed = count_fixed_devices(config)
+    if fixed is not None:
+        placed += f"; {fixed:,} as allocation_mode={config.allocation_mode} says"
+    left_out = "runs are without start-up, saving and evaluation"
+    startups = [each.startup_seconds for each in options if each.startup_seconds is not None]
+    if startups:
+        left_out = f"runs have {max(startups):.3g} s of start-up, and neither save nor evaluate"
+    return [*lines, placed, left_out]
 
 
 def format_cost_table(options: Sequence[DeviceOption], steps: int | None) -> list[str]:
@@ -164,10 +228,11 @@ def format_cost_table(options: Sequence[DeviceOption], steps: int | None) -> lis
             )
             memory = sizes if not option.why else f"{sizes}: {option.why}"
         row = [f"{option.count} x {option.gpu}"]
-        if option.step_seconds is None:
+        seconds = option.compute_run_seconds(unit)
+        if option.step_seconds is None or seconds is None:
             row += ["-", "-", *(["-"] if priced else [])]
         else:
-            row += [f"{option.step_seconds:.3g}", format_duration(unit * option.step_seconds)]
+            row += [f"{option.step_seconds:.3g}", format_duration(seconds)]
             if priced:
                 cost = option.compute_cost(unit)
                 row.append("-" if cost is None else f"{cost:,.2f}")

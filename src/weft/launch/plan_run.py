@@ -213,15 +213,16 @@ def forecast_experiment(
         batches = rows.batches
         if size:
             batches = [_resize_batch(batch, size) for batch in batches]
-    facts = predict_facts(experiment, target.device, run.tokenizers)
-    expected = forecast(experiment, facts, batches, target.device, capacity=target.usable)
-    needed, worst = find_largest_need(experiment, expected)
     step = forecast_run_step(experiment, target, None if rows is None else rows.data)
     if step is None:
         raise ConfigError(
             f"the speed of {target.name} is not known; name a GPU that is most like it, such as "
             "search.gpu=H100"
         )
+    facts = predict_facts(experiment, target.device, run.tokenizers)
+    given = step.problem if rows is None else batches
+    expected = forecast(experiment, facts, given, target.device, capacity=target.usable)
+    needed, worst = find_largest_need(experiment, expected)
     stale = [note for note in step.notes if note.startswith(NOTE)]
     if stale:
         raise ConfigError("\n".join(stale))

@@ -14,16 +14,17 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import TPU
 from weft.errors import UserError
 from weft.experiment import Experiment
-from weft.launch.facts import MODULES, TargetDevices
+from weft.experiments.planned_networks import MODULES
+from weft.launch.facts import TargetDevices
 from weft.launch.plan import forecast_run_step
 from weft.observe.memory import measure_file_pages_gb
 from weft.observe.metrics import PREDICTED
 from weft.observe.predicted import PEAK, PEAK_MEMORY, STEP_SECONDS, WEIGHTS, PredictedStep
-from weft.planner.devices import GIB
+from weft.planner.devices import GIB, subtract_reserved
 from weft.planner.forecast import MemoryForecast
 from weft.planner.run_plan import group_roles_by_device
 from weft.planner.simulated_run import build_shown_plan
-from weft.planner.step_forecast import StepForecast
+from weft.planner.step_forecast import StepForecast, with_expert_loads
 
 
 def predict_step(
@@ -38,24 +39,37 @@ def predict_step(
     """Return the values that are predicted for each step of a run.
 
     `expected` is the memory forecast, `device` a device of the run, and `machine` its description
-    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process. Seconds are those of a step with
-    rows of average length, memory is that of the largest batches.
+    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process.
+    Seconds are those of a step with rows of average length, memory is that of the largest batches.
     """
     metrics = _predict_memory(experiment, expected, alone=alone)
     target = _find_target(experiment, device, machine)
     forecast, reason = _forecast_seconds(experiment, target, data)
     if forecast is None:
         return PredictedStep(metrics, reason=reason)
-    metrics[f"{PREDICTED}{STEP_SECONDS}"] = forecast.step_seconds
-    for name, call in forecast.calls.items():
-        metrics[f"{PREDICTED}{name}"] = call.seconds
-        if call.moved_bytes:
-            metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
+    held = dict(metrics)
+    metrics |= _list_seconds(forecast)
+
+    def predict_again(loads: Mapping[str, float]) -> dict[str, float]:
+        return held | _list_seconds(with_expert_loads(forecast, experiment, loads))
+
+    divides_experts = any(mesh.layout.expert > 1 for mesh in forecast.estimate.meshes.values())
     basis = "; ".join([forecast.basis, *forecast.notes])
     title = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
     steps = 1 if not forecast.problem.max_staleness else forecast.problem.max_staleness + 3
     plan = build_shown_plan(experiment, forecast, title, steps=steps)
-    return PredictedStep(metrics, basis, forecast.left_out, plan=plan)
+    again = predict_again if divides_experts else None
+    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=again)
+
+
+def _list_seconds(forecast: StepForecast) -> dict[str, float]:
+    """Return the predicted seconds of a step and of its calls, and the bytes of moved weights."""
+    metrics = {f"{PREDICTED}{STEP_SECONDS}": forecast.step_seconds}
+    for name, call in forecast.calls.items():
+        metrics[f"{PREDICTED}{name}"] = call.seconds
+        if call.moved_bytes:
+            metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
+    return metrics
 
 
 def _find_target(
@@ -66,8 +80,11 @@ def _find_target(
     if experiment.control.device == TPU:
         return TargetDevices(device, "TPU", count, math.inf, "TPU")
     name = str(machine["name"])
-    share = machine["memory"] / (count if device.type == "cpu" else 1)
-    return TargetDevices(device, name, count, share, name)
+    if device.type == "cuda":
+        usable = subtract_reserved(machine["memory"] / GIB) * GIB
+    else:
+        usable = machine["memory"] / count
+    return TargetDevices(device, name, count, usable, name)
 
 
 def _forecast_seconds(

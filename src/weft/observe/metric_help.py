@@ -214,6 +214,14 @@ HELP = (
         "Near 1.",
         most=3.0,
     ),
+    MetricHelp(
+        "expert_load",
+        SPEED,
+        "",
+        "Tokens of the busiest expert relative to the mean of all, averaged over layers and "
+        "micro-batches; with expert parallelism all ranks wait for the busiest.",
+        "Near 1; of few tokens somewhat more.",
+    ),
     # -- rewards
     MetricHelp(
         "reward",

@@ -34,6 +34,8 @@ class PredictedStep:
         left_out: Roles whose calls are not part of the predicted seconds.
         reason: Why the duration of a step is not predicted; "" if it is.
         plan: Simulated steps, or None if their duration is not predicted.
+        predict_again: Function that returns `metrics` for measured loads of experts, by role, or
+            None if these do not matter.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class PredictedStep:
     left_out: Sequence[str] = ()
     reason: str = ""
     plan: ShownPlan | None = None
+    predict_again: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @property
     def scope(self) -> str:

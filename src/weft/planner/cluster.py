@@ -20,6 +20,7 @@ SMALLEST = (
     "network_bandwidth",
     "host_bandwidth",
     "capacity",
+    "memory",
     "most_sequences",
 )
 LARGEST = ("latency", "dispatch", "call")

@@ -31,9 +31,6 @@ INNER_TRAFFIC = 4
 ELEMENTWISE_KERNELS = 6  # norms, residual sums, rotation and activation of a layer
 FUSED_KERNELS = 3  # if sums were fused into norms and the rotation into attention
 LOGIT_TRAFFIC = 12  # bytes read and written of each logit, which is float32
-# Excess of the busiest expert's tokens over the mean, where a loss balances the experts: an assumption,
-# in the range that Wang et al. 2024 report (arXiv:2408.15664). Of a rank with n experts it is 1 / sqrt(n).
-EXPERT_EXCESS = 0.6
 STEP_SECONDS = 3e-4  # host time between two decode steps
 BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
 PARTS = ("products", "memory", "messages", "overhead", "bubble", "offload", "preemption")
@@ -229,7 +226,7 @@ class ComputeTimes:
             # busiest one.
             if not generates:
                 experts /= self._expert
-                rows_inner *= compute_expert_imbalance(network.experts, self._expert)
+                rows_inner *= compute_expert_imbalance(network, self._expert)
         else:
             rows_inner = rows
         return [
@@ -370,8 +367,11 @@ def _sum_kernels(*times: KernelTime, reached: float = 1.0) -> CallCost:
     return CallCost(products / reached, sum(each.memory for each in times))
 
 
-def compute_expert_imbalance(experts: int, ranks: int) -> float:
-    """Return the rows of the busiest of `ranks` expert-parallel ranks, relative to the mean."""
+def compute_expert_imbalance(network: DecoderSizes, ranks: int) -> float:
+    """Return the rows of the busiest of `ranks` expert-parallel ranks, relative to the mean.
+
+    With n experts on a rank, the excess is that of a single expert divided by sqrt(n).
+    """
     if ranks == 1:
         return 1.0
-    return 1.0 + EXPERT_EXCESS / math.sqrt(experts / ranks)
+    return 1.0 + (network.expert_load - 1.0) / math.sqrt(network.experts / ranks)

@@ -17,7 +17,7 @@ from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.decoding import plan_decoding
 from weft.planner.devices import DeviceRates
-from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.memory import WIDE, CallDemand, MemoryCase, RoleMemory, estimate
 from weft.planner.messages import (
     estimate_decode_messages,
     estimate_pass_messages,
@@ -40,6 +40,7 @@ BATCH_BANDWIDTH = 1e9
 # one twice before a graph is captured, and meanwhile
 GRAPHS, RUNS_PER_GRAPH = 6, 3
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
+SLOT = 64  # initial tokens per slot of the KV cache; doubled as needed
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class CallWorkload:
         cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
         batch_bytes: Size of the batch that the call reads.
         offloads: What is in host memory between the role's calls, of "weights" and "optimizer".
+        has_entropy: True if the loss contains the entropy.
     """
 
     method: str
@@ -92,6 +94,7 @@ class CallWorkload:
     cache_bytes: int | None = None
     batch_bytes: float = 0.0
     offloads: frozenset[str] = frozenset()
+    has_entropy: bool = False
 
     @property
     def sequence_length(self) -> int:
@@ -438,7 +441,9 @@ def _estimate_prompts(
 
 def _compute_cache_bytes(load: CallWorkload, rates: DeviceRates) -> int:
     """Return the maximum size of the KV cache of a generation on one device."""
-    return int(CACHE_SHARE * rates.capacity) if load.cache_bytes is None else load.cache_bytes
+    if load.cache_bytes is not None:
+        return load.cache_bytes
+    return int(CACHE_SHARE * (rates.memory or rates.capacity))
 
 
 def _count_cache_tokens(
@@ -464,45 +469,69 @@ def estimate_role_memory(
 ) -> RoleMemory:
     """Return the estimated memory in bytes that a role's weights and calls use on one device.
 
+    The arguments are those of `build_memory_case`.
+    """
+    case = build_memory_case(network, loads, layout, rates, own=own)
+    return estimate(case.shape, case.settings, case.works)
+
+
+def build_memory_case(
+    network: DecoderSizes,
+    loads: Iterable[CallWorkload],
+    layout: Layout,
+    rates: DeviceRates,
+    *,
+    own: bool = True,
+) -> MemoryCase:
+    """Return the input for estimating the memory of a role on one device.
+
     `loads` are the workloads of the role's calls with this layout. With `own=False`, the device has
     only a copy of the weights of a trained role, and no optimizer state.
     """
-    # Sizes of one device's shard of the network.
-    whole = network.shape
-    t = layout.tensor
-    shape = replace(
-        whole,
-        parameters=math.ceil(network.count_stored_parameters(layout)),
-        trainable=math.ceil(network.count_stored_parameters(layout, trainable=True)),
-        layers=math.ceil(whole.layers / layout.pipeline),
-        query=whole.query // t,
-        key=max(whole.key // t, 1),
-        inner=whole.inner // t,
-        vocab=max(whole.vocab // t, 1),
-        embedding=whole.embedding // t,
-        row_ranks=t,
-        shards=layout.fsdp,
+    loads = list(loads)
+    # A part is in host memory between the calls if every call leaves it there.
+    trains = [load for load in loads if load.trains]
+    settings = replace(
+        network.settings,
+        trained=own and network.settings.trained,
+        weights_leave=network.settings.weights_leave
+        and bool(loads)
+        and all("weights" in load.offloads for load in loads),
+        optimizer_leaves=rates.cores is None
+        and bool(trains)
+        and all("optimizer" in load.offloads for load in trains),
     )
-    settings = replace(network.settings, trained=own and network.settings.trained)
-    return estimate(shape, settings, [_build_work(load, layout, rates) for load in loads])
+    works = tuple(_build_work(network, load, layout, rates) for load in loads)
+    return MemoryCase(network.divide_shape(layout), settings, works)
 
 
-def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallDemand:
+def _build_work(
+    network: DecoderSizes, load: CallWorkload, layout: Layout, rates: DeviceRates
+) -> CallDemand:
+    """Return the largest demand of a call, whose sequences all have the mean length."""
     own = math.ceil(load.num_sequences / layout.data)
     if load.method == "generate":
         together = min(own, rates.most_sequences)
+        slot = SLOT
+        while slot < load.longest_sequence:
+            slot *= 2
         return CallDemand(
-            cache_tokens=together * load.longest_sequence,
+            cache_tokens=together * slot,
             cache_limit=_compute_cache_bytes(load, rates),
             sequences=together,
         )
-    tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))
-    most = max(min(load.microbatch, tokens), load.longest_sequence)
-    rows = math.ceil(most * load.new_tokens / load.sequence_length) if load.new_tokens else most
-    size = layout.context
+    # A micro-batch has whole sequences, at least one; those of a prompt are neighbours.
+    sequences = math.ceil(own / max(1, load.num_updates if load.trains else 1))
+    limit = max(load.microbatch, load.longest_sequence)
+    together = min(sequences, max(1, limit // load.sequence_length))
+    tokens = float(together * load.sequence_length)
+    if network.shares_prefixes and layout.context == 1:
+        tokens -= (together - math.ceil(together / load.samples)) * load.shared_tokens
+    rows = together * (load.new_tokens or load.sequence_length)
     return CallDemand(
-        tokens=math.ceil(most / size),
-        rows=math.ceil(rows / size),
+        tokens=math.ceil(max(tokens, load.longest_sequence) / layout.context),
+        rows=math.ceil(rows / layout.context),
         backward=load.trains,
-        parts=math.ceil(tokens / most),
+        parts=math.ceil(sequences / together),
+        entropy=load.has_entropy,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
 CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
+# Tokens of the busiest expert relative to the mean, where a loss balances the experts: an assumption,
+# in the range that Wang et al. 2024 report (arXiv:2408.15664)
+EXPERT_LOAD = 1.6
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,16 @@ class DecoderSizes:
         outputs: Number of weights in the output matrix.
         experts: Number of experts of a layer; 0 without experts.
         chosen_experts: Number of experts that process a token.
+        expert_load: Tokens of the busiest expert of a layer, relative to the mean.
         frozen_layers: Number of the first layers that are frozen; the backward pass ends before
             them. The embedding is then frozen too.
         scores: True if only one row of each sequence is read, as by a reward model.
         splits_backward: True if pipeline stages compute the gradients of weights apart from those of
             activations, to fill the time in which they would wait.
         shares_prefixes: True if the network computes a prefix once that several sequences share.
+        shares_rows: True if tensor-parallel ranks divide the tokens of the residual stream.
+        held: Sizes of the whole network with what `shape` leaves out, such as norms, biases and
+            quantized weights, from which memory is estimated; None: those of `shape`.
     """
 
     shape: NetworkShape
@@ -55,6 +63,9 @@ class DecoderSizes:
     scores: bool = False
     shares_prefixes: bool = True
     splits_backward: bool = False
+    shares_rows: bool = True
+    held: NetworkShape | None = None
+    expert_load: float = EXPERT_LOAD
 
     @property
     def element_bytes(self) -> int:
@@ -100,6 +111,35 @@ class DecoderSizes:
         parts = layout.tensor * layout.pipeline
         copies = layout.expert * layout.expert_shards
         return (whole - experts) / parts / layout.fsdp + experts / parts / copies
+
+    def divide_shape(self, layout: Layout) -> NetworkShape:
+        """Return the sizes of a device's part of the network, on average over pipeline stages."""
+        whole = self.held or self.shape
+        t = layout.tensor
+        scale = whole.parameters / self.shape.parameters
+        stored = math.ceil(scale * self.count_stored_parameters(layout))
+        scale = whole.trainable / max(1, self.shape.trainable)
+        trainable = math.ceil(scale * self.count_stored_parameters(layout, trainable=True))
+        # Of what adapters keep, the input of the last matrix is as wide as the rank's MLP.
+        adapters = whole.adapters
+        if adapters > whole.inner:
+            adapters -= whole.inner - whole.inner // t
+        return replace(
+            whole,
+            parameters=stored,
+            trainable=trainable,
+            layers=math.ceil(whole.layers / layout.pipeline),
+            query=whole.query // t,
+            key=max(whole.key // t, 1),
+            inner=whole.inner // t,
+            vocab=max(whole.vocab // t, 1),
+            embedding=whole.embedding // t,
+            adapters=adapters,
+            row_ranks=t if self.shares_rows else 1,
+            rounded=whole.rounded * stored // whole.parameters,
+            rounded_bytes=whole.rounded_bytes * stored // whole.parameters,
+            shards=layout.fsdp,
+        )
 
     @property
     def late(self) -> int:
@@ -188,6 +228,7 @@ def build_decoder_sizes(
         scores=spec.head == "score",
         splits_backward=spec.pipeline_schedule in SPLIT_BACKWARD_KINDS,
         shares_prefixes=_can_share_prefixes(spec, config, on_gpu=on_gpu),
+        shares_rows=spec.sequence_parallel,
     )
 
 

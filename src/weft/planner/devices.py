@@ -52,6 +52,8 @@ class DeviceRates:
             Messages take that much longer.
         slowdown: Time of a computation relative to the measured one, since other processes compute
             on the same cores: `crowding`, and what they take from each other besides.
+        memory: Whole memory of the device in bytes, of which a run gives a share to the KV cache;
+            0 if it is not known apart from `capacity`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class DeviceRates:
     threads_used: int = 0
     crowding: float = 1.0
     slowdown: float = 1.0
+    memory: float = 0.0
 
     def share_cores(self, working: float, started: int) -> DeviceRates:
         """Return the rates of one process while several processes compute on the same machine.
@@ -206,7 +209,10 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
 # Sizes of GPUs: (nominal GB, smallest GiB of cards sold with that size). The GiB include the part
 # that driver and torch take (`RESERVED_GIB`).
 GPU_SIZES = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
-RESERVED_GIB = 1.5  # GiB that driver and torch take
+# GiB of a GPU that no tensor can use: about 0.5 for the context of CUDA, the rest for libraries and
+# the buffers of NCCL. Nothing is added for fragmentation, since weft's runs have expandable segments
+# (`weft.observe.memory`), in which freed memory can be used for tensors of any size.
+RESERVED_GIB = 1.5
 # One 400 Gb/s port for each device, of which large messages reach this share
 NETWORK_BANDWIDTH = 50e9
 # GB/s of a device's link to its host in each direction (PCIe 5, 3, or else 4, with 16 lanes), of
@@ -215,7 +221,6 @@ HOST_LINKS = {"B200": 64, "H200": 64, "H100": 64, "H800": 64, "V100": 16, "T4": 
 PCIE_4 = 32
 HOST_SHARE = 0.8
 GPU_LAUNCH = 1e-4  # host time to start the kernels of a layer, 15 of them with 6 or 7 us each
-USABLE_MEMORY_SHARE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
 # A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Four cores share half
 # of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:
@@ -279,9 +284,9 @@ def find_gpu_rates(
     """Return the rates of a GPU, such as "H100" or the name that the GPU's driver reports.
 
     `dtype` is the dtype of the matrix products. `memory_gb` is the usable memory in GiB, by default
-    90% of the GPU's memory. Raises `ConfigError` for an unknown GPU.
+    that of `get_usable_memory`. Raises `ConfigError` for an unknown GPU.
     """
-    gpu = next((known for known in GPUS if re.search(rf"{known}(?!\d)", name, re.IGNORECASE)), None)
+    gpu = next((known for known in GPUS if is_named(known, name)), None)
     if gpu is None:
         close = find_nearest(name, GPUS, 1)
         if close:
@@ -292,7 +297,8 @@ def find_gpu_rates(
             f"search.gpu={name!r}: the speed of this GPU is not known; give the GPU that is most "
             f"like it ({hint})"
         )
-    half, single, memory, gib, link = GPUS[gpu]
+    half, single, memory, _, link = GPUS[gpu]
+    usable = get_usable_memory(gpu)
     peak = 1e12 * (half if dtype in ("bfloat16", "float16") else single)
     return DeviceRates(
         name=gpu,
@@ -302,7 +308,8 @@ def find_gpu_rates(
         network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
         launch=GPU_LAUNCH,
-        capacity=(memory_gb if memory_gb is not None else USABLE_MEMORY_SHARE * gib) * GIB,
+        capacity=(usable if memory_gb is None else memory_gb) * GIB,
+        memory=(usable + RESERVED_GIB) * GIB,
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,
@@ -313,11 +320,24 @@ def find_gpu_rates(
     )
 
 
-def get_usable_memory(gpu: str) -> float:
-    """Return the memory of a GPU that a run can use, in GiB.
+def is_named(gpu: str, name: str) -> bool:
+    """Return whether a name such as "NVIDIA H100 80GB HBM3" has `gpu`, such as "H100", as a word.
 
-    This is the GPU's memory without the part that the driver and torch use. `gpu` is the name of a
-    known GPU.
+    Letters and digits belong to a word: `XH100Y` and `H1000` are other GPUs.
     """
+    word = rf"(?<![A-Za-z0-9]){re.escape(gpu)}(?![A-Za-z0-9])"
+    return re.search(word, name, re.IGNORECASE) is not None
+
+
+def subtract_reserved(gib: float) -> float:
+    """Return the memory that a run can use of a GPU with `gib` GiB, in GiB.
+
+    All forecasts and searches leave the same part of a GPU free.
+    """
+    return gib - RESERVED_GIB
+
+
+def get_usable_memory(gpu: str) -> float:
+    """Return the memory that a run can use of a known GPU, in GiB; `gpu` is its name."""
     sold = GPUS[gpu][3]
-    return next((gib for gb, gib in GPU_SIZES if gb == sold), 0.97 * sold) - RESERVED_GIB
+    return subtract_reserved(next((gib for gb, gib in GPU_SIZES if gb == sold), 0.97 * sold))

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from weft.engine.spec import ModelSpec
 from weft.extras import install
 from weft.graph.mfc import MFCDef, Offload
-from weft.observe.memory import MIB, format_size
-from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
+from weft.observe.memory import format_size
+from weft.planner.devices import GIB, GPU_SIZES, subtract_reserved
 from weft.planner.memory import (
-    CallDemand,
+    MemoryCase,
     MemorySettings,
-    NetworkShape,
     RoleMemory,
     compute_peak,
+    count_process_bytes,
     estimate,
     list_adapted_sizes,
 )
@@ -27,25 +27,9 @@ ADAPTER_RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
 # Requirements of options: (imported package, extra of weft that installs it).
 EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
-# Python objects of a run, without tensors: 17 to 23 MiB for SFT, DPO, GRPO and PPO, measured on
-# one small layer
-PROGRAM = 20 * MIB
-HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmentation
 
 
 # -- the forecast
-
-
-@dataclass(frozen=True)
-class MemoryCase:
-    """Input for estimating the memory of one role.
-
-    `works` are the memory demands of the role's model calls.
-    """
-
-    shape: NetworkShape
-    settings: MemorySettings
-    works: tuple[CallDemand, ...]
 
 
 Cases = Mapping[str, MemoryCase]
@@ -81,7 +65,7 @@ class MemoryForecast:
     cache_limits: Mapping[str, int] = field(default_factory=dict)
     # cases for the same roles on a GPU
     on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
-    process: float = 0.0  # bytes of a separate device process, or 0
+    num_devices: int = 1  # devices of the run; several on CPUs are processes apart
     missing: Collection[str] = ()  # packages of `EXTRAS` that are not installed
     # memory of each call of a model whose sizes are known
     calls: Mapping[str, CallMemory] = field(default_factory=dict)
@@ -111,14 +95,10 @@ class MemoryForecast:
     @property
     def total(self) -> float:
         """Total memory at the peak, in bytes."""
-        whole = compute_peak(self.roles)
-        held = sum(role.permanent for role in self.roles.values())
-        if self.device != "cpu":
-            return whole
-        # The heap keeps freed memory, with gaps between tensors of many sizes; memory freed by a
-        # cache is rarely reused.
-        caches = sum(role.cache for role in self.roles.values())
-        return held + HOLES * (whole - held) + caches + PROGRAM + self.process
+        on_cpu = self.device == "cpu"
+        used = [role.count_used_bytes(on_cpu=on_cpu) for role in self.roles.values()]
+        other = count_process_bytes(on_cpu=on_cpu, num_devices=self.num_devices)
+        return sum(each for each, _ in used) + max((more for _, more in used), default=0) + other
 
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
         """Yield lines for the plan that state the memory of each role, KV cache and device.
@@ -176,7 +156,7 @@ class MemoryForecast:
         CPU, memory mapped from files, `file_pages`, is subtracted, too. Most of it is library code,
         whose size varies with the processor and which the system can drop from memory.
         """
-        alone = self.device == "cpu" and not self.process
+        alone = self.device == "cpu" and self.num_devices == 1
         return most - self.baseline - (file_pages if alone else 0.0)
 
     def format_comparison(self, most: float, needed: float) -> str:
@@ -238,7 +218,9 @@ class MemoryOption:
     @property
     def smallest_gpu_gb(self) -> int | None:
         """Size in GB of the smallest GPU with enough memory; None if no GPU has enough."""
-        return next((gb for gb, gib in GPU_SIZES if self.size / GIB <= gib - RESERVED_GIB), None)
+        return next(
+            (gb for gb, gib in GPU_SIZES if self.size / GIB <= subtract_reserved(gib)), None
+        )
 
 
 def list_memory_options(cases: Cases, missing: Collection[str]) -> list[MemoryOption]:

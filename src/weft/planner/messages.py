@@ -91,7 +91,7 @@ def estimate_expert_exchange(
 ) -> float:
     """Return the seconds in which ranks send the rows of `tokens` tokens to the experts of a layer."""
     size = mesh.layout.expert
-    rows = tokens * network.chosen_experts * compute_expert_imbalance(network.experts, size)
+    rows = tokens * network.chosen_experts * compute_expert_imbalance(network, size)
     num_bytes = rows * network.shape.hidden * network.element_bytes
     return rates.time_exchange(num_bytes, list_group(mesh, "expert"), size)
 

@@ -69,8 +69,8 @@ class SearchSpec:
     )
     memory_gb: float | None = option(
         None,
-        "usable GiB of a device's memory; absent: 90% of a GPU's memory, or for CPUs an equal "
-        "share of 90% of the machine's memory",
+        "usable GiB of a device's memory; absent: a GPU's memory without the 1.5 GiB that driver "
+        "and libraries take, or for CPUs an equal share of 90% of the machine's memory",
         at_least=0.0,
     )
     prompt_tokens: int | None = option(
@@ -381,6 +381,7 @@ def build_workload(
         batch_bytes=_count_batch_bytes(experiment, lengths, keys, samples),
         cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
         offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
+        has_entropy=call.trains and bool(call.args.get("entropy_coef")),
     )
 
 

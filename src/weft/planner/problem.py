@@ -17,13 +17,14 @@ from weft.planner.cluster import DeviceCluster
 from weft.planner.cost import (
     CallEstimate,
     CallWorkload,
+    build_memory_case,
     count_received_bytes,
     estimate_call,
-    estimate_role_memory,
     estimate_transfer_seconds,
 )
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
+from weft.planner.memory import MemoryCase, estimate
 from weft.planner.scoring import PlacementScorer
 from weft.topology import Mesh
 
@@ -208,7 +209,7 @@ class PlacementProblem:
 
     def estimate_memory(
         self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool, shared: bool
-    ) -> tuple[int, int]:
+    ) -> tuple[float, float]:
         """Return the memory in bytes that a role uses on each device of a mesh.
 
         The first number is the memory that is always in use, and the second is the additional
@@ -216,8 +217,19 @@ class PlacementProblem:
         the role is trained on the mesh or, for a frozen role, if its first call runs there.
         `shared` is True if the role uses the weights of another role.
         """
+        case = self.build_memory_case(role, mesh, calls, own=own)
+        held = estimate(case.shape, case.settings, case.works)
+        if shared:
+            held = held.without_weights()
+        return held.count_used_bytes(on_cpu=self.rates.cores is not None)
+
+    def build_memory_case(
+        self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool
+    ) -> MemoryCase:
+        """Return the input for estimating the memory of a role on each device of a mesh.
+
+        The arguments are those of `estimate_memory`.
+        """
         loads = [self.loads[call] for call in calls]
         rates = self.list_rates(mesh)[0]
-        held = estimate_role_memory(self.networks[role], loads, mesh.layout, rates, own=own)
-        stays = held.resident_cache if shared else held.permanent - held.away
-        return stays, held.call + (0 if shared else held.away)
+        return build_memory_case(self.networks[role], loads, mesh.layout, rates, own=own)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from weft.planner.memory import count_process_bytes
 from weft.planner.mesh_table import Floats, Integers, MeshTable, PlacementCosts, TransferTable
 from weft.planner.simulated_step import CallTimes, Columns, MeshCoverage, SimulatedStep
 
@@ -162,10 +163,11 @@ class PlacementScorer:
         step = SimulatedStep(self.problem, self._times, columns, covers, transfers)
         seconds = step.compute_seconds()
         excess = np.zeros(1)
+        other = self._count_process_bytes(columns)
         for used, capacity in zip(
             self._compute_used(columns, covers), covers.capacities, strict=True
         ):
-            excess = np.maximum(excess, used - capacity)
+            excess = np.maximum(excess, used + other - capacity)
         devices = np.zeros(1, np.int64)
         for unit, numbers in enumerate(columns):
             if numbers is None:
@@ -181,12 +183,23 @@ class PlacementScorer:
     def compute_peak_bytes(self, columns: Columns) -> float:
         """Return the number of bytes used on the device that uses the most, of one placement."""
         covers = MeshCoverage(self.problem, self.table, columns)
-        return float(np.max(self._compute_used(columns, covers)))
+        used = np.max(self._compute_used(columns, covers))
+        return float(used + self._count_process_bytes(columns)[0])
+
+    def _count_process_bytes(self, columns: Columns) -> Floats:
+        """Return the bytes that a device takes besides its roles, or the least of it."""
+        on_cpu = self.problem.rates.cores is not None
+        ends: Integers = np.ones(1, np.int64)
+        for numbers in columns:
+            if numbers is not None:
+                ends = np.maximum(ends, self.table.ends[numbers])
+        alone, several = (count_process_bytes(on_cpu=on_cpu, num_devices=n) for n in (1, 2))
+        return np.where(ends > 1, several, alone)
 
     def _compute_used(self, columns: Columns, covers: MeshCoverage) -> list[Floats]:
         """Return the bytes in use at each of the points where they can be highest.
 
-        The memory of the roles and calls is added up as in `weft.planner.memory.compute_peak`.
+        The memory of the roles and calls is added up as in `MemoryForecast.total`.
         Roles whose own weights are not placed yet are left out.
         """
         stays = [np.zeros(1) for _ in range(len(covers.points))]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weft.observe.shown_plan import CALL
+from weft.planner.memory import count_process_bytes
 from weft.planner.placed_calls import DeviceRange, find_homes, locate_meshes
 from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.simulation import RunSimulation
@@ -43,7 +44,10 @@ def estimate_memory(
         for call in unit.calls:
             places.setdefault((unit.role, meshes[call]), []).append(call)
     located = locate_meshes(meshes.values(), groups)
-    memory = [DeviceMemory() for _ in groups]
+    started = 1 + max(mesh.ranks[-1] for mesh in meshes.values())
+    on_cpu = problem.rates.cores is not None
+    other = count_process_bytes(on_cpu=on_cpu, num_devices=started)
+    memory = [DeviceMemory(resident=other) for _ in groups]
     for (role, mesh), calls in places.items():
         own = meshes[homes[role]] == mesh
         base = problem.shared_roles.get(role)

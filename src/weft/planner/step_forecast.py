@@ -8,7 +8,7 @@ describes the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -61,6 +61,8 @@ class StepForecast:
         notes: Messages to the user, for example on a profile that could not be used.
         problem: Problem of placing the calls, with the workloads that the forecast is made from.
         estimate: Estimate of the placement that the run has.
+        startup_seconds: Time until the processes of a run have built their networks, as a profile
+            measured it, or None.
     """
 
     step_seconds: float
@@ -71,6 +73,11 @@ class StepForecast:
     problem: PlacementProblem
     estimate: PlacementEstimate
     notes: tuple[str, ...] = ()
+    startup_seconds: float | None = None
+
+    def compute_run_seconds(self, steps: int) -> float:
+        """Return the duration of a run of `steps` steps, with its start-up if that is known."""
+        return steps * self.step_seconds + (self.startup_seconds or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
@@ -86,11 +93,14 @@ class StepForecast:
         """
         rate = self.num_tokens / self.step_seconds
         run = ""
+        left_out = list(self.left_out)
         if steps is not None:
-            run = f", {format_duration(steps * self.step_seconds)} for {steps:,} steps"
-        missing = ""
-        if self.left_out:
-            missing = f", without {', '.join(self.left_out)}"
+            run = f", {format_duration(self.compute_run_seconds(steps))} for {steps:,} steps"
+            if self.startup_seconds is None:
+                left_out.append("start-up")
+            else:
+                run += f" with {self.startup_seconds:.3g} s of start-up"
+        missing = f", without {', '.join(left_out)}" if left_out else ""
         lines = [
             f"time: about {self.step_seconds:.3g} s per step ({rate:,.0f} tokens/s){run}{missing}; "
             f"from {self.basis}"
@@ -136,7 +146,24 @@ def forecast_step(
         cluster=cluster,
         shared_roles=shared_roles,
     )
-    estimate = problem.estimate([0] * len(units))
+    return forecast_placement(experiment, problem)
+
+
+def with_expert_loads(
+    forecast: StepForecast, experiment: Experiment, loads: Mapping[str, float]
+) -> StepForecast:
+    """Return the forecast with measured loads of experts (`DecoderSizes.expert_load`), by role."""
+    networks = dict(forecast.problem.networks)
+    for role, load in loads.items():
+        if role in networks:
+            networks[role] = replace(networks[role], expert_load=load)
+    found = forecast_placement(experiment, replace(forecast.problem, networks=networks))
+    return replace(found, notes=forecast.notes)
+
+
+def forecast_placement(experiment: Experiment, problem: PlacementProblem) -> StepForecast:
+    """Return the forecast of a step with the only placement that `problem` has."""
+    estimate = problem.estimate([0] * len(problem.units))
     step_seconds = estimate.step_seconds
     if problem.max_staleness:
         # The replay knows what waits; the estimate is only a lower bound.
@@ -152,15 +179,19 @@ def forecast_step(
             max(estimate.parts[name], key=lambda part: estimate.parts[name][part]),
             estimate.parts[name],
         )
-    left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
+    calls = experiment.graph.list_model_calls()
+    known = problem.networks
+    left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in known))
+    rates = problem.rates
     return StepForecast(
         step_seconds,
-        max(load.num_tokens for load in loads.values()),
+        max(load.num_tokens for load in problem.loads.values()),
         forecasts,
         left_out,
         rates.basis,
         problem,
         estimate,
+        startup_seconds=None if rates.links is None else rates.links.startup_seconds,
     )
 
 

@@ -14,6 +14,7 @@ from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftErr
 from weft.experiment import Experiment
 from weft.graph.draw import to_svg
 from weft.graph.mfc import HostFunction
+from weft.observe.expert_loads import ExpertLoads
 from weft.observe.host_times import HostTimes
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
@@ -129,6 +130,8 @@ class Session:
         # Steps that overlap do not wait for them.
         overlaps = any(edge.max_staleness for edge in graph.version_edges)
         self._host_times = HostTimes(() if overlaps else functions)
+        trained = parts.experiment.trained_nodes
+        self._expert_loads = ExpertLoads({node.name: node.role for node in trained})
         self._show = show or DisplayOptions()
         self._notes: list[str] = []  # messages collected until the observer is open
         self._recorder: FiringRecorder | None = None
@@ -396,8 +399,10 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
-        line |= self._host_times.complete(self._parts.predicted)
+        predicted = self._expert_loads.complete(self._parts.predicted)
+        line |= self._host_times.complete(predicted)
         self._host_times.record(line)
+        self._expert_loads.record(line)
         compares = due["evaluate"] or over
         if compares:
             line |= self._evaluate()

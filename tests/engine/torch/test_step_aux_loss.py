@@ -11,12 +11,12 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.engine.common import EXACT, Nll, batch_of, engine_of
-from tests.tiny import make_tokenizer
+from tests.tiny import make_llama, make_tokenizer
 from weft.checkpoints import hf_io
 from weft.engine.base import DEFAULT_MAX_TOKENS
 from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
-from weft.models.network.moe import MoEAuxLoss, choose_aux_loss_weight
+from weft.models.network.moe import MoE, MoEAuxLoss, choose_aux_loss_weight
 from weft.models.network.packed import pack
 
 SGD = OptimizerSpec(
@@ -77,6 +77,32 @@ def test_one_sequence_and_one_layer_are_those_of_transformers(tmp_path: Path) ->
     torch.testing.assert_close(value, found, **EXACT)
     gate = next(p for name, p in theirs.named_parameters() if name.endswith("gate.weight"))
     torch.testing.assert_close(ours.blocks[0].mlp.router.weight.grad, gate.grad, **EXACT)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_load_of_the_busiest_expert_is_measured(path: Path, recompute: bool) -> None:
+    """In each layer and micro-batch, four experts have half of the tokens each, on average."""
+    engine = engine_of(path, optimizer=SGD, gradient_checkpointing=recompute)
+    found: list[float] = []
+
+    def count(router: Any, given: Any, logits: torch.Tensor) -> None:
+        tokens = logits.topk(2, dim=-1).indices.flatten().bincount(minlength=4)
+        found.append(float(tokens.max()) / (len(logits) * 2 / 4))
+
+    for module in engine._network.modules():
+        if isinstance(module, MoE):
+            module.router.register_forward_hook(count)
+    [stats] = engine.train([batch_of(GROUPS)], Nll(), max_tokens=16)
+    assert len(found) >= 4
+    assert stats.metrics["expert_load"] == pytest.approx(sum(found) / len(found), rel=1e-6)
+    engine.train([batch_of(GROUPS)], Nll(), max_tokens=16)
+    assert not any(module.loads for module in engine._network.modules() if isinstance(module, MoE))
+
+
+def test_a_network_without_experts_has_no_load(tmp_path: Path) -> None:
+    engine = engine_of(make_llama(tmp_path / "llama"), optimizer=SGD)
+    [stats] = engine.train([batch_of(GROUPS)], Nll())
+    assert "expert_load" not in stats.metrics
 
 
 @pytest.mark.usefixtures("float64_throughout")

@@ -32,7 +32,7 @@ from weft.engine.rows import (
 from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import put
-from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.moe import MoEAuxLoss, take_expert_loads
 from weft.models.network.packed import RowGradient
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ SHOWN = 8  # maximum number of sample ids in an error message
 # trained rows, to find out whether there is anything to train.
 SEQUENCES = "sequences of the minibatch"
 TRAINED = "trained rows of the minibatch"
+EXPERT_LOAD = "expert_load"  # metric: tokens of the busiest expert, relative to the mean
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 # outputs to which the declaration `Loss.by_row` applies
 BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
@@ -281,6 +282,9 @@ class OptimizerStep:
         self.collectives.run(
             self.network, parts, _TrainingProcessor(self, loss, total, passes), trains=True
         )
+        loads = take_expert_loads(self.network)
+        if loads:
+            passes.stats.append({EXPERT_LOAD: Sum(torch.stack(loads).sum(), len(loads))})
         self.ready()
         self.collectives.reduce_gradients(self.optimizer.parameters)
         norm = self.collectives.compute_gradient_norm(self.optimizer.collect_gradients())
@@ -297,6 +301,8 @@ class OptimizerStep:
             "grad_norm": grad_norm,
             "learning_rate": self.optimizer.learning_rate,
         }
+        if EXPERT_LOAD in reduced:
+            metrics[EXPERT_LOAD] = reduced[EXPERT_LOAD]
         # Update the weights, unless the loss is not finite or `veto` objects.
         skipped = self._find_objection(done.not_finite, metrics, reduced, minibatch, veto)
         if skipped is None:

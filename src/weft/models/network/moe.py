@@ -95,7 +95,8 @@ class ExpertMLP(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
-    The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
+    The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). Passes in
+    training mode add the load of the experts to `loads`, until `take_expert_loads` takes them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -107,6 +108,7 @@ class MoE(nn.Module):
         self.normalize = experts.normalize
         self.router = Linear(hidden, {"router": experts.num}, bias=False)
         self.experts = ExpertMLP(experts.num, hidden, experts.intermediate_size, config.activation)
+        self.loads: list[Tensor] = []  # tokens of the busiest expert, relative to the mean
 
     def forward(
         self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None
@@ -127,6 +129,8 @@ class MoE(nn.Module):
         counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
             0, chosen.flatten(), torch.ones_like(token)
         )
+        if self.training and not torch.compiler.is_compiling():
+            self.loads.append(counts.max() / counts.sum().clamp(min=1) * len(counts))
         groups = RowGroups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
@@ -134,6 +138,16 @@ class MoE(nn.Module):
         # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, weighted)
+
+
+def take_expert_loads(network: nn.Module) -> list[Tensor]:
+    """Return the loads that the layers with experts have recorded, and forget them."""
+    loads: list[Tensor] = []
+    for module in network.modules():
+        if isinstance(module, MoE):
+            loads += module.loads
+            module.loads = []
+    return loads
 
 
 class MoEAuxLoss:

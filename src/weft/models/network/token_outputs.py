@@ -104,7 +104,12 @@ def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
 
     It is limited so that the logits of these rows need little memory.
     """
-    return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
+    return max(LEAST_CHUNK_ROWS, get_chunk_cells(device) // vocab_size)
+
+
+def get_chunk_cells(device: torch.device) -> int:
+    """Return the largest number of logits in a chunk of more than `LEAST_CHUNK_ROWS` rows."""
+    return CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS)
 
 
 @dataclass(frozen=True)
