@@ -517,8 +517,9 @@ def sum_tied_gradients(
     if not copies:
         return
     given = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
-    total = torch.stack(given).sum(0).to(device)
+    total = given[0] if len(given) == 1 else torch.stack(given).sum(0)
+    total = total.to(device).contiguous()
     if group is not None:
         sum_over_ranks(total, group)
-    for copy in copies:
-        copy.grad = total.to(copy.device, copy=True)
+    for number, copy in enumerate(copies):
+        copy.grad = total.to(copy.device, copy=number > 0)

@@ -201,7 +201,7 @@ def _estimate_cost(
         cost = first = _estimate_passes(network, load, mesh, rates, times)
     else:
         first = _estimate_passes(network, load, mesh, rates, times)
-        update = _estimate_update(network, mesh, rates, times)
+        update = _estimate_update(network, mesh, rates)
         updates = load.num_updates * load.num_epochs
         if network.settings.offload_optimizer:
             parts = load.count_microbatches(layout)
@@ -292,7 +292,13 @@ def _estimate_passes(
             first = shards * layout.pipeline / network.shape.layers / parts
             shards = max(first, shards - cost.seconds + cost.bubble)
         # A rank of a pipeline also waits for those of the stages before it.
-        others = shards / parts * (layout.pipeline - 1) / layout.stages_per_rank
+        others = 0.0
+        if layout.pipeline > 1:
+            between = times.get_factor("shards") * estimate_shard_messages(
+                network, mesh, rates, parts, trains=load.trains, has_ends=False
+            )
+            between = min(between, shards)  # on GPUs, a part of them is hidden
+            others = (shards + between * (layout.pipeline - 2)) / parts / layout.stages_per_rank
         cost = cost.add(CallCost(messages=shards, bubble=others))
     return cost.multiply(updates)
 
@@ -345,19 +351,33 @@ def _run_stages(
     return slowest.add(sent).multiply(parts).add(CallCost(bubble=waiting))
 
 
-def _estimate_update(
-    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
-) -> CallCost:
-    """Return the cost of summing gradients over copies and of one optimizer step."""
+def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> CallCost:
+    """Return the cost of summing gradients over copies and of one optimizer step.
+
+    All stages of a pipeline do this at the same time.
+    """
     layout = mesh.layout
-    trained = network.count_stored_parameters(layout, trainable=True)
     if not network.settings.trained:
-        trained = 0.0
-    seconds = 0.0
+        return CallCost()
+    if layout.pipeline > 1:
+        processes = min(len(mesh.ranks), rates.per_node)
+        threads = rates.threads_used or rates.threads
+        rates = replace(rates, threads=threads).share_cores(processes, processes)
+    trained = network.count_stored_parameters(layout, trainable=True)
+    cost = ComputeTimes(network, rates, layout).compute_update(trained)
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
-        seconds += rates.time_sum(trained * WIDE, list_group(mesh, "copies"), copies)
-    return times.compute_update(trained).add(CallCost(messages=seconds))
+        # Gradients are copied into one buffer, and back.
+        copied = 4 * trained * WIDE / rates.memory_bandwidth
+        summed = rates.time_sum(trained * WIDE, list_group(mesh, "copies"), copies)
+        cost = cost.add(CallCost(memory=copied, messages=summed))
+    if layout.placement.last_rank > 0 and network.shape.tied:
+        # The first and the last stage have copies of the embedding.
+        tied = network.count_ends(trainable=True) / layout.tensor / layout.fsdp
+        if tied:
+            summed = rates.time_sum(tied * WIDE, list_group(mesh, "ends"), 2)
+            cost = cost.add(CallCost(messages=summed))
+    return cost
 
 
 def _estimate_generation(

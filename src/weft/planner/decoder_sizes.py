@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from weft.engine.spec import ModelSpec
@@ -17,7 +17,7 @@ from weft.planner.memory import (
     list_adapted_sizes,
 )
 from weft.planner.profile import ShapeKey
-from weft.topology import Layout
+from weft.topology import Layout, compute_stage
 
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
@@ -26,6 +26,16 @@ CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
 # Tokens of the busiest expert relative to the mean, where a loss balances the experts: an assumption,
 # in the range that Wang et al. 2024 report (arXiv:2408.15664)
 EXPERT_LOAD = 1.6
+
+
+@lru_cache(maxsize=4096)
+def list_stage_layers(layers: int, head: float, layout: Layout) -> tuple[tuple[range, ...], ...]:
+    """Return the runs of layers of each pipeline rank; `head` is the output matrix in layers."""
+    stages = min(layout.placement.num_stages, layers)
+    runs: list[list[range]] = [[] for _ in range(layout.pipeline)]
+    for stage in range(stages):
+        runs[layout.placement.get_rank(stage)].append(compute_stage(layers, stages, stage, head))
+    return tuple(tuple(each) for each in runs)
 
 
 @dataclass(frozen=True)
@@ -100,20 +110,62 @@ class DecoderSizes:
     def count_stored_parameters(self, layout: Layout, *, trainable: bool = False) -> float:
         """Return the number of parameters that a device stores, or those of them that are trained.
 
-        Experts are divided over other ranks than the rest of a network. Trained adapters count as
-        if they were divided like the rest.
+        The device is one of the pipeline rank that stores the most. Experts are divided over other
+        ranks than the rest of a network. Trained adapters count as if they were divided like the
+        rest.
         """
         shape = self.shape
         whole = shape.trainable if trainable else shape.parameters
         experts = shape.layers * self.expert_elements * whole / shape.parameters
         if trainable and self.has_adapters:
             experts = 0.0
-        parts = layout.tensor * layout.pipeline
         copies = layout.expert * layout.expert_shards
-        return (whole - experts) / parts / layout.fsdp + experts / parts / copies
+        most = 0.0
+        for layers, ends in self.count_stage_parts(layout, trainable=trainable):
+            in_layers = whole - experts - self.count_ends(trainable=trainable)
+            own = in_layers * layers / shape.layers + ends
+            own_experts = experts * layers / shape.layers
+            most = max(most, (own / layout.fsdp + own_experts / copies) / layout.tensor)
+        return most
+
+    def count_ends(self, *, trainable: bool = False) -> int:
+        """Return the number of elements of the embedding and of an output matrix of its own.
+
+        With `trainable`, return the trained ones: none with adapters, and without the embedding if
+        the first layers are frozen.
+        """
+        shape = self.shape
+        outputs = 0 if shape.tied else self.outputs
+        if not trainable or shape.trainable == shape.parameters:
+            return shape.embedding + outputs
+        return 0 if self.has_adapters else outputs
+
+    def count_stage_parts(
+        self, layout: Layout, *, trainable: bool = False
+    ) -> list[tuple[int, int]]:
+        """Return the numbers of layers and of elements at the ends of each pipeline rank.
+
+        The first stage has the embedding, and the last one the output matrix or, if both are one, a
+        copy of it.
+        """
+        shape = self.shape
+        ends = self.count_ends(trainable=trainable)
+        if layout.pipeline == 1:
+            return [(shape.layers, ends)]
+        outputs = ends if shape.tied else min(ends, self.outputs)
+        embedding = ends if shape.tied else ends - outputs
+        head = self.outputs / max(1, self.active) if shape.vocab > 1 else 0.0
+        parts = []
+        for rank, runs in enumerate(list_stage_layers(shape.layers, head, layout)):
+            layers = sum(len(run) for run in runs)
+            first = embedding if rank == layout.placement.get_rank(0) else 0
+            last = outputs if rank == layout.placement.last_rank else 0
+            both = max(first, last) if shape.tied else first + last
+            parts.append((layers, both))
+        return parts
 
     def divide_shape(self, layout: Layout) -> NetworkShape:
-        """Return the sizes of a device's part of the network, on average over pipeline stages."""
+        """Return the sizes of a device's part of the network, of the largest pipeline stage."""
         whole = self.held or self.shape
         t = layout.tensor
         scale = whole.parameters / self.shape.parameters
@@ -128,7 +180,7 @@ class DecoderSizes:
             whole,
             parameters=stored,
             trainable=trainable,
-            layers=math.ceil(whole.layers / layout.pipeline),
+            layers=max(layers for layers, _ in self.count_stage_parts(layout)),
             query=whole.query // t,
             key=max(whole.key // t, 1),
             inner=whole.inner // t,

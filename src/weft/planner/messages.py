@@ -17,8 +17,8 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
 
     `kind` is "tensor", "context", "fsdp" (ranks that share one sharded copy), "copies" (ranks with
     the same part of the network), "expert" (ranks among which the experts are divided), "expert fsdp"
-    (ranks that share one copy of the same experts) or "pipeline" (the first stage's rank and the
-    next one's).
+    (ranks that share one copy of the same experts), "pipeline" (the first stage's rank and the
+    next one's) or "ends" (the first stage's rank and the last one's).
     """
     layout = mesh.layout
     row = layout.tensor * layout.context
@@ -37,6 +37,8 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
             return mesh.ranks[: row * layout.expert : row]
         case "expert fsdp":
             return mesh.ranks[: row * layout.expert * layout.expert_shards : row * layout.expert]
+        case "ends":
+            return mesh.ranks[0], mesh.ranks[row * layout.data * layout.placement.last_rank]
     return mesh.ranks[: row * layout.data + 1 : row * layout.data]
 
 
@@ -97,11 +99,18 @@ def estimate_expert_exchange(
 
 
 def estimate_shard_messages(
-    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
+    network: DecoderSizes,
+    mesh: Mesh,
+    rates: DeviceRates,
+    parts: int,
+    *,
+    trains: bool,
+    has_ends: bool = True,
 ) -> float:
     """Return the seconds of gathering and scattering sharded tensors, block by block.
 
-    `parts` is the number of micro-batches of a minibatch.
+    `parts` is the number of micro-batches of a minibatch. The rank is one of a pipeline's first or
+    last stage or, without `has_ends`, of one between them.
     """
     layout = mesh.layout
     shape = network.shape
@@ -111,7 +120,8 @@ def estimate_shard_messages(
     experts = network.expert_elements / layout.tensor / layout.expert
     block = (shape.block_elements - network.expert_elements) / layout.tensor
     groups = [(block, "fsdp", layout.fsdp), (experts, "expert fsdp", layout.expert_shards)]
-    ends = shape.embedding_elements / layout.tensor / layout.pipeline
+    most = max(elements for _, elements in network.count_stage_parts(layout))
+    ends = most / layout.tensor if has_ends else 0.0
     group = list_group(mesh, "fsdp")
     gather = scatter = 0.0
     trained = network.num_trained / shape.parameters
@@ -122,9 +132,12 @@ def estimate_shard_messages(
             scatter += rates.time_scatter(elements * WIDE * trained, own, size)
     gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
     seconds = gathers * blocks * gather
-    seconds += parts * rates.time_gather(ends * width, group, layout.fsdp)
+    if has_ends:
+        seconds += parts * rates.time_gather(ends * width, group, layout.fsdp)
     if trains:
-        whole = blocks * scatter + rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
+        whole = blocks * scatter
+        if has_ends:
+            whole += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
         seconds += (1 if network.settings.sums_once else parts) * whole
     return seconds
 

@@ -8,14 +8,13 @@ or of gate and up) count as one matrix.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.planner.decoder_sizes import DecoderSizes
-from weft.topology import Layout, Mesh, compute_stage
+from weft.planner.decoder_sizes import DecoderSizes, list_stage_layers
+from weft.topology import Layout, Mesh
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -119,17 +118,6 @@ def _list_elements(network: DecoderSizes) -> dict[str, float]:
     return scaled | {"ends": trained * shape.embedding}
 
 
-@lru_cache(maxsize=4096)
-def _count_stage_layers(layers: int, head: float, layout: Layout) -> npt.NDArray[np.bool_]:
-    """Return whether a pipeline rank has a layer, bool [pipeline ranks, layers]."""
-    stages = min(layout.placement.num_stages, layers)
-    has = np.zeros((layout.pipeline, layers), bool)
-    for stage in range(stages):
-        part = compute_stage(layers, stages, stage, head)
-        has[layout.placement.get_rank(stage), part.start : part.stop] = True
-    return has
-
-
 def _count_layers(
     network: DecoderSizes, source: Layout, target: Layout
 ) -> dict[str, tuple[Floats, Floats]]:
@@ -139,10 +127,13 @@ def _count_layers(
     """
     shape = network.shape
     head = network.outputs / max(1, network.active) if shape.vocab > 1 else 0.0
-    blocks = [
-        _count_stage_layers(shape.layers, head, layout).astype(np.float64)
-        for layout in (source, target)
-    ]
+    blocks = []
+    for layout in (source, target):
+        has = np.zeros((layout.pipeline, shape.layers))
+        for rank, runs in enumerate(list_stage_layers(shape.layers, head, layout)):
+            for run in runs:
+                has[rank, run.start : run.stop] = 1.0
+        blocks.append(has)
     ends = []
     for layout in (source, target):
         # The first stage has the embedding, and the last one the output matrix or, if both are one,
