@@ -289,9 +289,7 @@ def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
     path, cpu = tmp_path / "file", torch.device("cpu")
     path.write_bytes(bytes(64 * 2**20))
     before, files = measure_held_memory(cpu), measure_file_pages_gb()
-    alone, apart = (
-        MemoryForecast({}, "cpu", (), before, process=process) for process in (0.0, 2.0**29)
-    )
+    alone, apart = (MemoryForecast({}, "cpu", (), before, num_devices=number) for number in (1, 2))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
         assert measure_file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
