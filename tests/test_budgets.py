@@ -19,12 +19,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ("parameters", "src/weft/host/verifiers/judge.py", "judge"): (
         "a verifier's options are its parameters, and it has many"
     ),
-    ("file", "src/weft/observe/metric_help.py", ""): "a table: one entry for each metric",
-    (
-        "function",
-        "src/weft/observe/diagnosis.py",
-        "_find_cause",
-    ): "a table: one case for each metric",
     **dict.fromkeys(
         [
             ("function", "src/weft/cli/data.py", "_build_parser"),
@@ -35,7 +29,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ),
     **dict.fromkeys(
         [
-            ("file", "src/weft/observe/compare.py", ""),
             ("class", "src/weft/data/sample.py", "SequenceSample"),
             ("file", "src/weft/data/background_tokenizing.py", ""),
             ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),
