@@ -21,14 +21,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ),
     **dict.fromkeys(
         [
-            ("function", "src/weft/cli/data.py", "_build_parser"),
-            ("function", "src/weft/cli/serve.py", "build_parser"),
-            ("function", "src/weft/cli/start.py", "main"),
-        ],
-        "a list of options, each with its help text",
-    ),
-    **dict.fromkeys(
-        [
             ("class", "src/weft/data/sample.py", "SequenceSample"),
             ("file", "src/weft/data/background_tokenizing.py", ""),
             ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),

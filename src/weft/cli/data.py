@@ -110,36 +110,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     for name, run, help in parts:
         command = commands.add_parser(name, help=help, description=help, epilog=epilog)
-        command.add_argument(
-            "words",
-            nargs="*",
-            metavar="PATH|option=value",
-            help="files, directories or hub names; options",
-        )
-        command.add_argument(
-            "--type",
-            help=f"dataset type (default: guessed from the first row): {', '.join(datasets.list_names())}",
-        )
-        command.add_argument(
-            "--tokenizer",
-            help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name",
-        )
-        command.add_argument(
-            "--config", type=Path, help="a run's config.yaml, for its data and its tokenizer"
-        )
-        command.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            help="module or FILE.py that registers dataset types",
-        )
-        command.add_argument(
-            "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
-        )
         command.set_defaults(run=run)
-        add_dataset_options(command)
-        add_stack_options(command)
+        _add_common_options(command)
     commands.add_parser(
         "trees", help="count, filter, split, flatten and build Open-Assistant's message trees"
     )
@@ -175,6 +147,39 @@ def _build_parser() -> argparse.ArgumentParser:
         "--phrases", type=Path, help="a file of other phrases to look for, one per line"
     )
     return parser
+
+
+def _add_common_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of all commands: which data they read, with which tokenizer, and colours."""
+    command.add_argument(
+        "words",
+        nargs="*",
+        metavar="PATH|option=value",
+        help="files, directories or hub names; options",
+    )
+    command.add_argument(
+        "--type",
+        help=f"dataset type (default: guessed from the first row): {', '.join(datasets.list_names())}",
+    )
+    command.add_argument(
+        "--tokenizer",
+        help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name",
+    )
+    command.add_argument(
+        "--config", type=Path, help="a run's config.yaml, for its data and its tokenizer"
+    )
+    command.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        help="module or FILE.py that registers dataset types",
+    )
+    command.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
+    )
+    add_dataset_options(command)
+    add_stack_options(command)
 
 
 def _parse_count(text: str) -> int:
