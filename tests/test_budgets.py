@@ -22,11 +22,10 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     **dict.fromkeys(
         [
             ("class", "src/weft/data/sample.py", "SequenceSample"),
-            ("file", "src/weft/data/background_tokenizing.py", ""),
             ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),
             ("class", "src/weft/runtime/master.py", "Master"),
             ("class", "src/weft/runtime/parameters.py", "ParameterTransfers"),
-            ("class", "src/weft/data/background_tokenizing.py", "BackgroundTokenTable"),
+            ("class", "src/weft/data/background_table.py", "BackgroundTokenTable"),
             ("class", "src/weft/data/tokenizer.py", "Tokenizer"),
             ("class", "src/weft/engine/generation/generate.py", "BatchGenerator"),
             ("class", "src/weft/engine/torch/engine.py", "TorchEngine"),

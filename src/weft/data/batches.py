@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import splits
-from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.background_table import BackgroundTokenTable
 from weft.data.datasets.base import (
     MapDataset,
     ResumableStream,

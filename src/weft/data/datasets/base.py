@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import columns
-from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
+from weft.data.background_table import BackgroundTokenTable
+from weft.data.background_tokenizing import tokenize_in_background
 from weft.data.columns import Columns, read_conversation, read_prompt_text, read_renamed_rows
 from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, fit_to_limits
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
