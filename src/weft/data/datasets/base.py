@@ -261,16 +261,6 @@ class TableDataset:
         return self.table[index]
 
 
-def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
-    """Return whether the samples of a dataset are exactly those of its table, in the same order.
-
-    This is not the case if a subclass of `TableDataset` overrides `__getitem__`.
-    """
-    return (
-        isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
-    )
-
-
 # -- encoding of texts and conversations
 
 
