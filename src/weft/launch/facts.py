@@ -40,7 +40,7 @@ from weft.engine.torch.prepare import share_prompts, share_training_prefixes
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.cluster import check_processes, get_device_kind
-from weft.models.network.token_outputs import count_chunk_rows
+from weft.models.network.output_projection import count_chunk_rows
 from weft.observe.memory import MIB, format_size, measure_file_pages_gb
 from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
