@@ -14,7 +14,7 @@ from dataclasses import replace
 from weft import registry
 from weft.cli import dialects
 from weft.cli.named_run import add_run, find_given_run
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, add_imports
 from weft.cli.quickstart import print_notes, print_start
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -89,13 +89,8 @@ def _build_start_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--list", action="store_true", help="list the registered experiments and stop"
     )
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (can be repeated)",
+    add_imports(
+        parser, "MODULE_OR_FILE.py", "user code that registers experiments (can be repeated)"
     )
     parser.add_argument(
         "--recover_mode",
@@ -187,13 +182,8 @@ def find_config(argv: Sequence[str]) -> int:
     parser.add_argument(
         "-r", "--regex", required=True, help="regular expression that a name begins with"
     )
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (can be repeated)",
+    add_imports(
+        parser, "MODULE_OR_FILE.py", "user code that registers experiments (can be repeated)"
     )
     given = parser.parse_args(argv)
     try:
