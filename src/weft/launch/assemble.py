@@ -103,7 +103,6 @@ def assemble(
             experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
         ),
         horizon=horizon,
-        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         hardware=hardware,
         ending_lines=ending_lines,
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
@@ -113,6 +112,7 @@ def assemble(
         ),
         eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
+        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         predicted=predict_step(
             experiment, expected, run.device, machine, loaded, alone=baseline is not None
         ),
