@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
@@ -168,13 +169,14 @@ NAME = "report.html"
 GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
-def build_report(run_dir: Path | str) -> Path:
+def build_report(run_dir: Path | str, status: str | None = None) -> Path:
     """Write `report.html` into a run's directory, and return the path of the report.
 
-    The report can be built during a run, and even if some files are missing. Raises `UserError` if
-    `run_dir` is not a run.
+    `status` overrides the status in the run's files. The report can be built during a run, and even
+    if some files are missing. Raises `UserError` if `run_dir` is not a run.
     """
     run = RunFiles.read(Path(run_dir))
+    run = run if status is None else replace(run, status=status)
     return write(run.directory / NAME, build_page(run).render())
 
 
