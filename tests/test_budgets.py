@@ -19,29 +19,13 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ("parameters", "src/weft/host/verifiers/judge.py", "judge"): (
         "a verifier's options are its parameters, and it has many"
     ),
-    ("file", "src/weft/observe/metric_help.py", ""): "a table: one entry for each metric",
-    (
-        "function",
-        "src/weft/observe/diagnosis.py",
-        "_find_cause",
-    ): "a table: one case for each metric",
     **dict.fromkeys(
         [
-            ("function", "src/weft/cli/data.py", "_build_parser"),
-            ("function", "src/weft/cli/serve.py", "build_parser"),
-            ("function", "src/weft/cli/start.py", "main"),
-        ],
-        "a list of options, each with its help text",
-    ),
-    **dict.fromkeys(
-        [
-            ("file", "src/weft/observe/compare.py", ""),
             ("class", "src/weft/data/sample.py", "SequenceSample"),
-            ("file", "src/weft/data/background_tokenizing.py", ""),
             ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),
             ("class", "src/weft/runtime/master.py", "Master"),
             ("class", "src/weft/runtime/parameters.py", "ParameterTransfers"),
-            ("class", "src/weft/data/background_tokenizing.py", "BackgroundTokenTable"),
+            ("class", "src/weft/data/background_table.py", "BackgroundTokenTable"),
             ("class", "src/weft/data/tokenizer.py", "Tokenizer"),
             ("class", "src/weft/engine/generation/generate.py", "BatchGenerator"),
             ("class", "src/weft/engine/torch/engine.py", "TorchEngine"),

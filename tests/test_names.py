@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "weft"
 RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
 # names in the right column of that table that weft has no longer
 REMOVED = """
+_apply_softcap _find_deciding_metric _format_step _parse_count _parse_positive is_table_dataset
 ADAPTED_MATRICES ConsecutiveRowSharing CovarianceControl EventSink ExpertExchange ExpertFunction
 FeedForwardArguments GroupExpertExchange GroupVocabularySplit NUMBER_TYPES REQUIRED_OPTIONS
 SAMPLING_OPTIONS SHAPING_OPTIONS SampleLengths _OutputAnnouncer _QueuedFunction _build_checked

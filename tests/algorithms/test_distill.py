@@ -13,8 +13,8 @@ from weft.algorithms.distill import GKDLoss, compute_generalised_jsd, compute_kl
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError
 from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
+from weft.models.network.output_projection import OutputProjection
 from weft.models.network.packed import TopIds
-from weft.models.network.token_outputs import OutputProjection
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 STUDENT, TEACHER = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])

@@ -21,8 +21,9 @@ import templates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.data import background_tokenizing, encode_worker, tokenizing
-from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
+from weft.data import background_table, background_tokenizing, encode_worker, tokenizing
+from weft.data.background_table import BackgroundTokenTable
+from weft.data.background_tokenizing import tokenize_in_background
 from weft.data.datasets.chat import ChatEncoder
 from weft.data.datasets.preference import PreferenceEncoder
 from weft.data.datasets.prompt import PromptEncoder
@@ -45,6 +46,7 @@ COUNT = 60  # rows
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are large, and chunks are small."""
     monkeypatch.setattr(tokenizing, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(background_table, "CHUNK", 7)
     monkeypatch.setattr(background_tokenizing, "CHUNK", 7)
 
 
@@ -300,7 +302,7 @@ def until(done: Callable[[], Any]) -> None:
 def test_processes_make_all_samples(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_tokenizing, "start_process", Worker)
+    monkeypatch.setattr(background_table, "start_process", Worker)
     write(tmp_path / "rows.jsonl", "prompt", "some")
     lengths = LengthLimits(max_seqlen=30, overlong="drop")
     all_first = tokenize(PromptEncoder(), lengths, tokenizer, source(tmp_path, "first"))
@@ -388,7 +390,7 @@ def test_bad_rows_of_another_shape_are_reported_before_training(
 def test_a_bad_row_that_looks_like_others_ends_the_run_with_the_same_report(
     by_a_process: bool, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_tokenizing, "start_process", Worker)
+    monkeypatch.setattr(background_table, "start_process", Worker)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1.0}]
     rows = [{"messages": talk} for _ in range(COUNT)]
     rows[33] = {"messages": [talk[0], {**talk[1], "weight": 0.5}]}
@@ -477,7 +479,7 @@ def both(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
     """The same data, tokenized while batches are made and before."""
-    monkeypatch.setattr(background_tokenizing, "start_process", Worker)
+    monkeypatch.setattr(background_table, "start_process", Worker)
     made: list[LoadedData] = []
 
     def make(**options: Any) -> tuple[LoadedData, LoadedData]:
@@ -579,14 +581,11 @@ def test_a_sample_that_no_call_can_hold_is_the_error_of_its_batch(
 def test_the_largest_batches_are_looked_for_without_tokenizing_all(
     both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        background_tokenizing.BackgroundTokenTable, "start", lambda self, workers: None
-    )
+    monkeypatch.setattr(background_table.BackgroundTokenTable, "start", lambda self, workers: None)
     monkeypatch.setattr("weft.data.batches.MAX_FORECAST_SAMPLES", 8)
     write(tmp_path / "rows.jsonl", "prompt_answer")
     made, _ = both(type="prompt_answer")
     found = made.train.build_large_batches()
     assert (
-        len(found) <= 2
-        and (made.background_tables[0]._state == background_tokenizing.DONE).sum() <= 17
+        len(found) <= 2 and (made.background_tables[0]._state == background_table.DONE).sum() <= 17
     )

@@ -219,7 +219,7 @@ def test_what_is_wrong_with_the_rows_is_told_before_anything_is_written(root):
 
 def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
     monkeypatch.setattr(
-        "weft.data.background_tokenizing.BackgroundTokenTable.start", lambda table, workers: None
+        "weft.data.background_table.BackgroundTokenTable.start", lambda table, workers: None
     )  # made when they are asked for
     monkeypatch.setattr("weft.data.batches.MAX_FORECAST_SAMPLES", 4)
 

@@ -15,9 +15,10 @@ from tests.observe.test_report import EVIL, Page, line, write_run
 from tests.work import calls_of
 from weft.errors import UserError
 from weft.observe import compare
-from weft.observe.compare import build_comparison, build_comparison_charts, name_runs, write_verdict
+from weft.observe.compare import build_comparison, build_comparison_charts
 from weft.observe.differences import find_differences
 from weft.observe.run_files import RunFiles
+from weft.observe.verdict import name_runs, write_verdict
 
 
 def lines(slope: float, **more: Any) -> str:

@@ -11,11 +11,12 @@ import pytest
 
 from tests.observe.test_report import line, write_run
 from weft.observe.charts import build_charts
-from weft.observe.compare import build_comparison_charts, name_runs
+from weft.observe.compare import build_comparison_charts
 from weft.observe.metric_help import find
 from weft.observe.metrics import find_headline
 from weft.observe.predicted import PredictedStep, format_end_line, render_comparison
 from weft.observe.run_files import RunFiles
+from weft.observe.verdict import name_runs
 
 MIB = 2**20
 

@@ -18,13 +18,9 @@ from tests.ranks import Ranks
 from tests.roundings import LIKELY, exactly
 from weft.algorithms.base import Output
 from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
-from weft.models.network.packed import RowGradient, TopIds
-from weft.models.network.token_outputs import (
-    OutputProjection,
-    SamplingSupport,
-    compute_token_outputs,
-)
-from weft.models.network.vocabulary import WHOLE, OutputVocabulary
+from weft.models.network.output_projection import WHOLE, OutputProjection, OutputVocabulary
+from weft.models.network.packed import RowGradient, SamplingSupport, TopIds
+from weft.models.network.token_outputs import compute_token_outputs
 from weft.parallel.tensor import SplitVocabulary
 from weft.topology import compute_vocabulary
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, parse_positive
 from weft.data.bad_replies import KINDS
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec
@@ -110,7 +110,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--samples",
-        type=_parse_count,
+        type=parse_positive,
         default=1,
         metavar="N",
         help="answers sampled per row, of which one is kept (default 1)",
@@ -122,7 +122,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="share of the rows that get bad replies (default 1)",
     )
-    parser.add_argument("-n", type=_parse_count, metavar="N", help="use only the first N rows")
+    parser.add_argument("-n", type=parse_positive, metavar="N", help="use only the first N rows")
     parser.add_argument(
         "--form",
         choices=("ranking", "preference"),
@@ -132,7 +132,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_parse_count,
+        type=parse_positive,
         default=256,
         metavar="N",
         help="maximum per answer (default 256)",
@@ -147,13 +147,6 @@ def _build_parser() -> argparse.ArgumentParser:
     model_arguments.add_model_options(parser)
     model_arguments.add_template_option(parser)
     return parser
-
-
-def _parse_count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _parse_share(text: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft import registry
 from weft.cli import overrides
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, add_imports
 from weft.cli.sections import (
     READY,
     SHIPPED,
@@ -113,14 +113,7 @@ def _build_parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="folder of sections, searched after ./configs",
         )
-        command.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="module or FILE.py that registers names",
-        )
+        add_imports(command, "NAME", "module or FILE.py that registers names")
         if name in ("show", "validate"):
             command.add_argument(
                 "--for",

@@ -17,7 +17,7 @@ from weft.cli.data_options import (
     add_stack_options,
     read_command_line,
 )
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, add_imports, parse_count
 from weft.cli.sections import list_example_sections
 from weft.data.sources import check_available
 from weft.data.spec import DatasetSpec, TokenizerSpec, list_source_specs
@@ -110,36 +110,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     for name, run, help in parts:
         command = commands.add_parser(name, help=help, description=help, epilog=epilog)
-        command.add_argument(
-            "words",
-            nargs="*",
-            metavar="PATH|option=value",
-            help="files, directories or hub names; options",
-        )
-        command.add_argument(
-            "--type",
-            help=f"dataset type (default: guessed from the first row): {', '.join(datasets.list_names())}",
-        )
-        command.add_argument(
-            "--tokenizer",
-            help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name",
-        )
-        command.add_argument(
-            "--config", type=Path, help="a run's config.yaml, for its data and its tokenizer"
-        )
-        command.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            help="module or FILE.py that registers dataset types",
-        )
-        command.add_argument(
-            "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
-        )
         command.set_defaults(run=run)
-        add_dataset_options(command)
-        add_stack_options(command)
+        _add_common_options(command)
     commands.add_parser(
         "trees", help="count, filter, split, flatten and build Open-Assistant's message trees"
     )
@@ -157,16 +129,16 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     measuring.add_argument(
         "--limit",
-        type=_parse_count,
+        type=parse_count,
         default=4096,
         metavar="N",
         help="count the rows with more tokens than this (default 4096)",
     )
     inspecting.add_argument(
-        "-n", type=_parse_count, default=3, metavar="N", help="rows to print (default 3)"
+        "-n", type=parse_count, default=3, metavar="N", help="rows to print (default 3)"
     )
     inspecting.add_argument(
-        "--skip", type=_parse_count, default=0, metavar="K", help="number of rows to skip first"
+        "--skip", type=parse_count, default=0, metavar="K", help="number of rows to skip first"
     )
     inspecting.add_argument(
         "--lines", action="store_true", help="print one token per line, with its id"
@@ -177,11 +149,31 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must not be below 0")
-    return number
+def _add_common_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of all commands: which data they read, with which tokenizer, and colours."""
+    command.add_argument(
+        "words",
+        nargs="*",
+        metavar="PATH|option=value",
+        help="files, directories or hub names; options",
+    )
+    command.add_argument(
+        "--type",
+        help=f"dataset type (default: guessed from the first row): {', '.join(datasets.list_names())}",
+    )
+    command.add_argument(
+        "--tokenizer",
+        help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name",
+    )
+    command.add_argument(
+        "--config", type=Path, help="a run's config.yaml, for its data and its tokenizer"
+    )
+    add_imports(command, None, "module or FILE.py that registers dataset types")
+    command.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
+    )
+    add_dataset_options(command)
+    add_stack_options(command)
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:

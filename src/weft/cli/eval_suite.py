@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, parse_count, parse_positive
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
         "--limit", type=_parse_limit, metavar="N", help="first N items of each task, or their share"
     )
     parser.add_argument(
-        "--num_fewshot", type=_parse_count, metavar="K", help="examples in each prompt"
+        "--num_fewshot", type=parse_count, metavar="K", help="examples in each prompt"
     )
     _add_prompt_options(parser)
     parser.add_argument(
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--batch",
-        type=_parse_positive,
+        type=parse_positive,
         default=16384,
         metavar="TOKENS",
         help="maximum tokens of a forward pass (default %(default)s)",
@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
         help="folder of the results (default: eval in the model's directory)",
     )
     parser.add_argument(
-        "--seed", type=_parse_count, metavar="N", help="seed (default: the harness' own seeds)"
+        "--seed", type=parse_count, metavar="N", help="seed (default: the harness' own seeds)"
     )
     model_arguments.add_model_options(parser)
     model_arguments.add_template_option(parser)
@@ -119,7 +119,7 @@ def _add_catalogue_options(parser: CommandParser) -> None:
         help="run programs that the model writes, in the sandbox of the code reward",
     )
     parser.add_argument(
-        "--num_samples", type=_parse_positive, metavar="N", help="answers per item: pass@k, maj@k"
+        "--num_samples", type=parse_positive, metavar="N", help="answers per item: pass@k, maj@k"
     )
 
 
@@ -143,20 +143,6 @@ def _parse_limit(text: str) -> float:
     value = float(text)
     if not (0 < value < 1 or (value >= 1 and value.is_integer())):
         raise argparse.ArgumentTypeError("must be a number of items, or a share below 1")
-    return value
-
-
-def _parse_count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return value
-
-
-def _parse_positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
     return value
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from weft.cli.parsing import add_fileroot
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments.checks import check_names
@@ -46,9 +47,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--trial", "--trial_name", metavar="TRIAL", help="trial of the run, in place of RUN"
     )
-    parser.add_argument(
-        "--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)"
-    )
+    add_fileroot(parser, None)
 
 
 def find_given_run(given: argparse.Namespace, command: str) -> Path:

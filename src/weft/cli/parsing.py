@@ -80,6 +80,38 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
+def parse_count(text: str) -> int:
+    """Convert an argument to a number that is not negative."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be below 0")
+    return number
+
+
+def parse_positive(text: str) -> int:
+    """Convert an argument to a number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def add_imports(parser: argparse.ArgumentParser, metavar: str | None, help: str) -> None:
+    """Add `--import`, which names user code and can be repeated."""
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar=metavar, help=help
+    )
+
+
+def add_fileroot(parser: argparse.ArgumentParser, default: str | None = "./runs") -> None:
+    """Add `--fileroot`, the folder of the runs that a command names."""
+    parser.add_argument(
+        "--fileroot",
+        default=default,
+        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
+    )
+
+
 def _parse_path(text: str) -> Path:
     """Convert an argument to a path.
 

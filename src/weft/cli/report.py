@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.named_run import find_run, open_root
-from weft.cli.parsing import CommandParser, print_help_if_empty
+from weft.cli.parsing import CommandParser, add_fileroot, print_help_if_empty
 from weft.errors import ConfigError
 from weft.observe import compare
 from weft.observe.page import write
@@ -31,11 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
-    parser.add_argument(
-        "--fileroot",
-        default="./runs",
-        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
-    )
+    add_fileroot(parser)
     parser.add_argument(
         "-o",
         "--output",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weft.cli.ls import format_size
 from weft.cli.named_run import find_run
-from weft.cli.parsing import CommandParser, print_help_if_empty
+from weft.cli.parsing import CommandParser, add_fileroot, print_help_if_empty
 from weft.errors import ConfigError
 from weft.observe.jsonl import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
@@ -59,11 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL"
     )
-    parser.add_argument(
-        "--fileroot",
-        default="./runs",
-        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
-    )
+    add_fileroot(parser)
     parser.add_argument("--checkpoints", action="store_true", help="remove only the checkpoints")
     parser.add_argument("--recover", action="store_true", help="remove only the recovery points")
     parser.add_argument(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, parse_positive
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -102,17 +102,17 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
     )
     command.add_argument(
         "--samples",
-        type=_parse_positive,
+        type=parse_positive,
         default=samples,
         metavar="N",
         help="answers per prompt (default %(default)s)",
     )
     command.add_argument(
-        "-n", type=_parse_positive, metavar="N", help="use only the first N prompts"
+        "-n", type=parse_positive, metavar="N", help="use only the first N prompts"
     )
     command.add_argument(
         "--max-new-tokens",
-        type=_parse_positive,
+        type=parse_positive,
         default=256,
         help="maximum number of tokens per answer (default 256)",
     )
@@ -132,13 +132,6 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
         metavar="DIR",
         help="output folder (default %(default)s)",
     )
-
-
-def _parse_positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def main(argv: Sequence[str]) -> int:

@@ -102,6 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let any process on this machine send requests (loopback addresses only)",
     )
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that bound a request, and what all requests together may take."""
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -143,7 +149,6 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         help="GiB of the KV cache (default: a quarter of the memory)",
     )
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:

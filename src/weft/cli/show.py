@@ -18,7 +18,7 @@ from weft import registry
 from weft.cli.help import format_value, get_terminal_width, split_command
 from weft.cli.ls import UNKNOWN, count_bytes, format_age, format_size, format_steps
 from weft.cli.named_run import find_run, name_place, open_root
-from weft.cli.parsing import CommandParser, print_help_if_empty
+from weft.cli.parsing import CommandParser, add_fileroot, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.best import BestRecord
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
@@ -50,11 +50,7 @@ def main(argv: Sequence[str]) -> int:
         prog="weft show", description=__doc__, epilog=EPILOG, url_arguments=("fileroot",)
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
-    parser.add_argument(
-        "--fileroot",
-        default="./runs",
-        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
-    )
+    add_fileroot(parser)
     parser.add_argument(
         "--config", action="store_true", help="print the whole configuration as YAML"
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from weft import registry
 from weft.cli import dialects
 from weft.cli.named_run import add_run, find_given_run
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, add_imports
 from weft.cli.quickstart import print_notes, print_start
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -27,53 +27,8 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     With `supervise`, a run that needs Ray is started in a child process, because Ray can kill the
     process that uses it. Raises `UserError` for unusable input.
     """
-    parser = build_run_parser(
-        "weft start", "Run an experiment registered with register_experiment(name), or list them."
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="list the registered experiments and stop"
-    )
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (can be repeated)",
-    )
-    parser.add_argument(
-        "--recover_mode",
-        choices=("auto", "resume", "disabled"),
-        help="replaces the experiment's setting",
-    )
-    parser.add_argument(
-        "--allocation_mode",
-        help="layout of roles without one, or a plan file; replaces the experiment's setting",
-    )
-    parser.add_argument(
-        "--partition", help="with --mode slurm: partition; replaces the experiment's setting"
-    )
-    parser.add_argument(
-        "--wandb_mode",
-        choices=("online", "offline", "disabled"),
-        help="mode of Weights & Biases; replaces the experiment's setting",
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
-    parser.add_argument(
-        "--dry-run",
-        nargs="?",
-        const="",
-        choices=("", "config"),
-        metavar="config",
-        help="print the plan and the memory it needs, and stop; config: without reading the data",
-    )
-    parser.add_argument(
-        "--print-script",
-        action="store_true",
-        help="with --mode slurm: print the job's script and stop",
-    )
     # Import the user's code, which registers experiments.
-    given = parser.parse_args(argv)
+    given = _build_start_parser().parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
     if given.list:
@@ -125,6 +80,50 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         return Supervisor(experiment).run()
     run(experiment, mode=given.mode, show=DisplayOptions(verbose=given.verbose))
     return 0
+
+
+def _build_start_parser() -> argparse.ArgumentParser:
+    parser = build_run_parser(
+        "weft start", "Run an experiment registered with register_experiment(name), or list them."
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the registered experiments and stop"
+    )
+    add_imports(
+        parser, "MODULE_OR_FILE.py", "user code that registers experiments (can be repeated)"
+    )
+    parser.add_argument(
+        "--recover_mode",
+        choices=("auto", "resume", "disabled"),
+        help="replaces the experiment's setting",
+    )
+    parser.add_argument(
+        "--allocation_mode",
+        help="layout of roles without one, or a plan file; replaces the experiment's setting",
+    )
+    parser.add_argument(
+        "--partition", help="with --mode slurm: partition; replaces the experiment's setting"
+    )
+    parser.add_argument(
+        "--wandb_mode",
+        choices=("online", "offline", "disabled"),
+        help="mode of Weights & Biases; replaces the experiment's setting",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const="",
+        choices=("", "config"),
+        metavar="config",
+        help="print the plan and the memory it needs, and stop; config: without reading the data",
+    )
+    parser.add_argument(
+        "--print-script",
+        action="store_true",
+        help="with --mode slurm: print the job's script and stop",
+    )
+    return parser
 
 
 def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Experiment:
@@ -183,13 +182,8 @@ def find_config(argv: Sequence[str]) -> int:
     parser.add_argument(
         "-r", "--regex", required=True, help="regular expression that a name begins with"
     )
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE.py",
-        help="user code that registers experiments (can be repeated)",
+    add_imports(
+        parser, "MODULE_OR_FILE.py", "user code that registers experiments (can be repeated)"
     )
     given = parser.parse_args(argv)
     try:

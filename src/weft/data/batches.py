@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import splits
-from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.background_table import BackgroundTokenTable
 from weft.data.datasets.base import (
     MapDataset,
     ResumableStream,
     StreamDataset,
+    TableDataset,
     TokenizedDataset,
-    is_table_dataset,
 )
 from weft.data.mixture import (
     Index,
@@ -126,7 +126,11 @@ class SourceSubset:
 
         If the samples differ between epochs, returns those of `epoch`.
         """
-        if not is_table_dataset(self.dataset):
+        # A subclass of `TableDataset` may make other samples than those of the table.
+        if (
+            not isinstance(self.dataset, TableDataset)
+            or type(self.dataset).__getitem__ is not TableDataset.__getitem__
+        ):
             return SequenceSample.gather([self[index] for index in indices])
         rows = self.indices[np.asarray(indices, dtype=np.int64)].tolist()
         if epoch is not None and self.dataset.epoch_samples is not None:

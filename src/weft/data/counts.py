@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.background_table import BackgroundTokenTable
 from weft.data.chat import UNTRAINED_MESSAGES
 from weft.data.table import TokenizationReport
 

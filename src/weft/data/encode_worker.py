@@ -14,7 +14,7 @@ import pickle
 import sys
 from typing import Any, BinaryIO
 
-from weft.data.background_tokenizing import pack_outcome
+from weft.data.background_table import pack_outcome
 from weft.data.tokenizing import EncodingJob, encode_rows
 from weft.errors import UserError
 

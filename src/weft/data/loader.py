@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data import features
-from weft.data.background_tokenizing import BackgroundTokenTable
+from weft.data.background_table import BackgroundTokenTable
 from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSubset, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render_table

@@ -52,7 +52,7 @@ def build_memory_settings(spec: ModelSpec, device: torch.device) -> MemorySettin
     """
     from weft import kernels
     from weft.engine.torch.engine import choose_dtype
-    from weft.models.network.token_outputs import LEAST_CHUNK_ROWS, get_chunk_cells
+    from weft.models.network.output_projection import LEAST_CHUNK_ROWS, get_chunk_cells
 
     dtype = choose_dtype(spec)
     on_cpu = device.type == "cpu"

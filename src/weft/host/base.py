@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from weft.algorithms.advantages import compute_group_stds, find_zero_variance
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError, find_nearest
@@ -208,3 +212,18 @@ def check_arguments(
         raise ConfigError(
             f"{what} needs the argument {', '.join(map(repr, missing))}; set it in args"
         )
+
+
+def record_rewards(
+    rewards: npt.NDArray[np.float64], group: npt.NDArray[np.int64], context: HostContext
+) -> None:
+    """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std`.
+
+    They are described in `weft.host.reward.RewardFunction`. `group` [S] is the index of each completion's prompt.
+    """
+    if (np.bincount(group) < 2).all():
+        group = np.zeros_like(group)
+    first = np.unique(group, return_index=True)[1]
+    context.record("reward", float(rewards.mean()))
+    context.record("reward_std", float(compute_group_stds(rewards, group)[first].mean()))
+    context.record("frac_reward_zero_std", float(find_zero_variance(rewards, group).mean()))

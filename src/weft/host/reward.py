@@ -15,14 +15,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.advantages import compute_group_stds, find_zero_variance
 from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
 from weft.host._pool import RewardPool, RewardReply
 from weft.host._results import MOST_REWARD, Value
 from weft.host._routes import CompletionTexts, RewardRoute, RewardRoutes
-from weft.host.base import ConfiguredHostFunction, HostContext
+from weft.host.base import ConfiguredHostFunction, HostContext, record_rewards
 from weft.host.spec import RewardOptions
 from weft.host.verifiers._sandbox import describe_protections, find_protections
 from weft.registry import register_function
@@ -390,16 +389,3 @@ class RewardSums:
                 context.record(f"reward/{label}", float(np.nanmean(part)))
         for name, value in self.metrics.items():
             context.record(name, value)
-
-
-def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
-    """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std`.
-
-    They are described in `RewardFunction`. `group` [S] is the index of each completion's prompt.
-    """
-    if (np.bincount(group) < 2).all():
-        group = np.zeros_like(group)
-    first = np.unique(group, return_index=True)[1]
-    context.record("reward", float(rewards.mean()))
-    context.record("reward_std", float(compute_group_stds(rewards, group)[first].mean()))
-    context.record("frac_reward_zero_std", float(find_zero_variance(rewards, group).mean()))

@@ -22,34 +22,6 @@ from weft.interfaces.base import Model
 Ids = list[int]
 
 
-def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have the same vocabulary.
-
-    They may still differ in chat templates and other settings.
-    """
-    return (
-        one is other
-        or one.fingerprint == other.fingerprint
-        or one.hf.get_vocab() == other.hf.get_vocab()
-    )
-
-
-def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
-    """Return whether the batch must be converted before the role can read it.
-
-    This is the case if the role's vocabulary differs from the data's, or if the prompts are
-    messages and the role has a chat template that differs from the data's.
-    """
-    if not have_same_tokens(model.tokenizer, model.data_tokenizer):
-        return True
-    template = model.tokenizer.chat_template
-    return (
-        MESSAGES in batch.metadata
-        and template is not None
-        and template != model.data_tokenizer.chat_template
-    )
-
-
 def convert_to_own_tokens(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:

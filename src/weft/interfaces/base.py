@@ -155,3 +155,15 @@ class ModelInterface(Protocol):
     def save(self, model: Model, directory: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers have the same vocabulary.
+
+    They may still differ in chat templates and other settings.
+    """
+    return (
+        one is other
+        or one.fingerprint == other.fingerprint
+        or one.hf.get_vocab() == other.hf.get_vocab()
+    )

@@ -21,8 +21,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Generator, Partial, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
-from weft.interfaces._own_form import have_same_tokens
-from weft.interfaces.base import MFCResult, Model
+from weft.interfaces.base import MFCResult, Model, have_same_tokens
 from weft.options import read, validate
 from weft.registry import register_interface
 

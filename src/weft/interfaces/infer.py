@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.base import Output, to_host_array
+from weft.data.datasets.prompt import MESSAGES
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
-from weft.host.base import HostContext
-from weft.host.reward import record_rewards
-from weft.interfaces._own_form import convert_to_own_tokens, has_own_tokens, have_same_tokens
-from weft.interfaces.base import MFCResult, Model
+from weft.host.base import HostContext, record_rewards
+from weft.interfaces._own_form import convert_to_own_tokens
+from weft.interfaces.base import MFCResult, Model, have_same_tokens
 from weft.models.network.event_outputs import TOP_OUTPUTS
 from weft.models.network.packed import TopIds
 from weft.registry import register_interface
@@ -198,3 +198,19 @@ def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
             sum(part.cut or 0 for part in parts) / sum(part.ids for part in parts),
         )
     return context.metrics
+
+
+def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
+    """Return whether the batch must be converted before the role can read it.
+
+    This is the case if the role's vocabulary differs from the data's, or if the prompts are
+    messages and the role has a chat template that differs from the data's.
+    """
+    if not have_same_tokens(model.tokenizer, model.data_tokenizer):
+        return True
+    template = model.tokenizer.chat_template
+    return (
+        MESSAGES in batch.metadata
+        and template is not None
+        and template != model.data_tokenizer.chat_template
+    )

@@ -12,10 +12,8 @@ from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer, find_step_ends, find_step_tokens
 from weft.errors import ConfigError
-from weft.host.base import HostContext
-from weft.host.reward import record_rewards
-from weft.interfaces._own_form import have_same_tokens
-from weft.interfaces.base import MFCResult, Model
+from weft.host.base import HostContext, record_rewards
+from weft.interfaces.base import MFCResult, Model, have_same_tokens
 from weft.registry import register_interface
 
 

@@ -19,9 +19,9 @@ from weft.evaluation.suite import FOLDER
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.facts import forecast, make_peak_formatter
-from weft.launch.predict import predict_step
+from weft.launch.plan import predict_step
 from weft.launch.resolve import ResolvedRun, RunData
-from weft.launch.run_lock import find_run_place
+from weft.launch.run_lock import find_run_url
 from weft.observe.jsonl import shorten_path
 from weft.observe.plan_table import build_plan
 from weft.planner.run_plan import describe_run
@@ -35,6 +35,7 @@ from weft.runtime.hosts import HostGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.session import SessionParts
+from weft.storage.buckets import is_remote
 from weft.storage.copies import find_runs_folder
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def assemble(
     known = {**numerics, "hardware": hardware, "memory": room}
     batches = loaded.train.build_large_batches()
     expected = forecast(experiment, facts, batches, run.device, baseline or 0.0)
-    ending_lines = build_next_lines(experiment, find_run_place(experiment.control))
+    ending_lines = build_next_lines(experiment, _find_run_place(experiment.control))
     if hosts is not None and not hosts.is_first:
         ending_lines = []  # its folder is removed at the end
     return SessionParts(
@@ -102,7 +103,6 @@ def assemble(
             experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
         ),
         horizon=horizon,
-        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         hardware=hardware,
         ending_lines=ending_lines,
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
@@ -112,6 +112,7 @@ def assemble(
         ),
         eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
+        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         predicted=predict_step(
             experiment, expected, run.device, machine, loaded, alone=baseline is not None
         ),
@@ -156,7 +157,7 @@ def _build_suite(
     if data.eval_suite is None:
         return None
     engine = RunEngine(run.experiment, group, run.tokenizers, hosts)
-    name = find_run_place(run.experiment.control)
+    name = _find_run_place(run.experiment.control)
     return RunSuite(data.eval_suite, engine, directory.path / FOLDER, name)
 
 
@@ -174,6 +175,13 @@ def _build_evaluator(
 
 INDENT = " " * 8
 REPORT = "report.html"
+
+
+def _find_run_place(control: Control) -> str:
+    """Return the URL of a run in a bucket, or the path of another run, for messages."""
+    if is_remote(control.fileroot):
+        return find_run_url(control)
+    return str(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
 
 def build_next_lines(experiment: Experiment, run: Path | str) -> list[str]:
@@ -207,7 +215,7 @@ def _build_policy_lines(experiment: Experiment, role: str, run: Path | str) -> l
             beside = [f"weft chat {shlex.quote(shorten_path(began))} {at}    # before and after"]
         return [f"weft chat {at}", *beside]
     name = _find_free_trial(control, "rw")
-    reward = find_run_place(replace(control, trial_name=name))
+    reward = _find_run_place(replace(control, trial_name=name))
     return [
         f"weft chat {at}",
         f"{_build_quickstart('rw', name, control)} model.path={at} dataset.type=preference "

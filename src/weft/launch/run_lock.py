@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, RunError
@@ -102,13 +101,6 @@ def check_bucket(control: Control, mode: str) -> None:
 def find_run_url(control: Control) -> str:
     """Return the URL of a run whose `fileroot` is a URL."""
     return f"{control.fileroot.rstrip('/')}/{control.experiment_name}/{control.trial_name}"
-
-
-def find_run_place(control: Control) -> str:
-    """Return the URL of a run in a bucket, or the path of another run, for messages."""
-    if is_remote(control.fileroot):
-        return find_run_url(control)
-    return str(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -287,7 +287,6 @@ def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool
 def _describe_out_of_bounds(
     run: DiagnosedRun, name: str, about: MetricHelp, value: float
 ) -> DiagnosisFinding:
-    means, fixes, weak = _find_cause(run, name, about.pattern)
     if about.least is not None and value < about.least:
         bound = f"above {format_number(about.least)}"
     else:
@@ -298,120 +297,117 @@ def _describe_out_of_bounds(
         fact = f"{value:.0%} of the answers are cut by length"
     else:
         fact = f"{find_title(name)} {format_number(value)}{unit} (usual: {usual})"
-    return DiagnosisFinding(about.pattern, fact, means, fixes, weak)
+    cause = _find_cause(run, name, about.pattern)
+    return DiagnosisFinding(about.pattern, fact, cause.means, cause.fixes, cause.weak)
 
 
-def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return the usual cause of a problem, options to try, and whether healthy runs also have it.
+@dataclass(frozen=True)
+class ProblemCause:
+    """Usual cause of a metric that is out of range.
+
+    `fixes` are options to try, with placeholders that `_find_cause` fills. `weak` is True if healthy
+    runs also have the problem.
+    """
+
+    means: str
+    fixes: tuple[str, ...] = ()
+    weak: bool = False
+
+
+HARDER = "easier or harder prompts"
+TOO_LARGE = ProblemCause("the updates are too large", ("{rate}", "fewer {kind}.ppo_epochs"))
+SAMPLER_DIFFERS = ProblemCause(
+    "the sampling policy differs too much from the trained policy",
+    ("a lower {kind}.max_staleness",),
+)
+DIVERGES = ProblemCause("training diverges", ("{rate}", "{role}.optimizer.max_grad_norm=1"))
+REWARD_FAILS = ProblemCause(
+    "the reward function is slow or fails", ("a higher reward_timeout_s", "a look at weft logs")
+)
+UNKNOWN_CAUSE = ProblemCause("the run has a problem that weft does not recognize")
+# pattern in `metric_help` -> cause; `kl` stands for all patterns that begin with it
+CAUSES = {
+    "kl": ProblemCause(
+        "the policy has moved far from its reference and exploits the reward",
+        ("{more_kl}", "{rate}"),
+    ),
+    "truncated_fraction": ProblemCause(
+        "answers are longer than allowed, or no longer end",
+        ("{longer}", "a look at the completions"),
+    ),
+    "frac_reward_zero_std": ProblemCause(
+        "the prompts are all too easy or too hard, or the reward is always the same", (HARDER,)
+    ),
+    "entropy": ProblemCause(
+        "the policy always writes the same and no longer learns", ("{more_kl}", "{rate}"), weak=True
+    ),
+    "response_length": ProblemCause(
+        "the policy has learned to end its answers at once", ("another reward", "{more_kl}")
+    ),
+    "clip_ratio": TOO_LARGE,
+    "approx_kl": TOO_LARGE,
+    "importance_ratio": TOO_LARGE,
+    "explained_variance": ProblemCause(
+        "the critic predicts worse than a constant",
+        ("{critic_rate}", "{kind}.critic_warmup_epochs=1"),
+    ),
+    "value_clip_ratio": ProblemCause(
+        "the critic changes faster than its clip range allows",
+        ("a higher {kind}.value_eps_clip", "{rate}"),
+    ),
+    "sampler_logprob_diff": ProblemCause(
+        "sampling and training compute different log-probs",
+        ("{kind}.sampler_correction=token_truncate",),
+    ),
+    "bounded_fraction": SAMPLER_DIFFERS,
+    "effective_fraction": SAMPLER_DIFFERS,
+    "reward_clipped_fraction": ProblemCause(
+        "all rewards beyond the limit count the same", ("a higher {kind}.max_reward_clip",)
+    ),
+    "skipped_updates": DIVERGES,
+    "nonfinite": DIVERGES,
+    "timeouts": REWARD_FAILS,
+    "died": REWARD_FAILS,
+    "unreadable": ProblemCause(
+        "the judge does not answer in the required format", ("another judge prompt",)
+    ),
+    "kept_fraction": ProblemCause("the filter drops nearly all prompts", (HARDER,)),
+    "tied_fraction": ProblemCause(
+        "most pairs have equal rewards and do not contribute to learning",
+        ("a finer reward", HARDER),
+    ),
+    "balance_loss": ProblemCause(
+        "a few experts get most of the tokens", ("a higher {role}.router_aux_loss_coef",)
+    ),
+    "prompts_in_part": ProblemCause(
+        "prompts exceed the maximum length of the model", ("a lower dataset.max_prompt_len",)
+    ),
+}
+
+
+def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> ProblemCause:
+    """Return the usual cause of a problem, with options to try in this run.
 
     `name` is the metric that is out of range, and `pattern` is the metric's name pattern in
     `metric_help`.
     """
+    cause = CAUSES.get(
+        pattern.partition("_")[0] if pattern.startswith("kl") else pattern, UNKNOWN_CAUSE
+    )
     kind = run.kind or "grpo"
-    rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
-    more_kl = run.format_scaled_option(weight, 10 if weight.endswith("kl_coef") else 3)
-    longer = run.format_scaled_option(f"{kind}.gen.max_new_tokens", 2)
-    harder = "easier or harder prompts"
-    match pattern.partition("_")[0] if pattern.startswith("kl") else pattern:
-        case "kl":
-            return (
-                "the policy has moved far from its reference and exploits the reward",
-                (more_kl, rate),
-                False,
-            )
-        case "truncated_fraction":
-            return (
-                "answers are longer than allowed, or no longer end",
-                (longer, "a look at the completions"),
-                False,
-            )
-        case "frac_reward_zero_std":
-            more = (f"{kind}.dynamic_sampling=true",) if kind == "grpo" else ()
-            return (
-                "the prompts are all too easy or too hard, or the reward is always the same",
-                (harder, *more),
-                False,
-            )
-        case "entropy":
-            return "the policy always writes the same and no longer learns", (more_kl, rate), True
-        case "response_length":
-            return (
-                "the policy has learned to end its answers at once",
-                ("another reward", more_kl),
-                False,
-            )
-        case "clip_ratio" | "approx_kl" | "importance_ratio":
-            return "the updates are too large", (rate, f"fewer {kind}.ppo_epochs"), False
-        case "explained_variance":
-            slow = (
-                run.format_scaled_option("critic.optimizer.lr", 3),
-                f"{kind}.critic_warmup_epochs=1",
-            )
-            return "the critic predicts worse than a constant", slow, False
-        case "value_clip_ratio":
-            return (
-                "the critic changes faster than its clip range allows",
-                (f"a higher {kind}.value_eps_clip", rate),
-                False,
-            )
-        case "sampler_logprob_diff":
-            return (
-                "sampling and training compute different log-probs",
-                (f"{kind}.sampler_correction=token_truncate",),
-                False,
-            )
-        case "bounded_fraction" | "effective_fraction":
-            return (
-                "the sampling policy differs too much from the trained policy",
-                (f"a lower {kind}.max_staleness",),
-                False,
-            )
-        case "reward_clipped_fraction":
-            return (
-                "all rewards beyond the limit count the same",
-                (f"a higher {kind}.max_reward_clip",),
-                False,
-            )
-        case "skipped_updates" | "nonfinite":
-            return (
-                "training diverges",
-                (rate, f"{run.find_role(name)}.optimizer.max_grad_norm=1"),
-                False,
-            )
-        case "timeouts" | "died":
-            return (
-                "the reward function is slow or fails",
-                ("a higher reward_timeout_s", "a look at weft logs"),
-                False,
-            )
-        case "unreadable":
-            return (
-                "the judge does not answer in the required format",
-                ("another judge prompt",),
-                False,
-            )
-        case "kept_fraction":
-            return "the filter drops nearly all prompts", (harder,), False
-        case "tied_fraction":
-            return (
-                "most pairs have equal rewards and do not contribute to learning",
-                ("a finer reward", harder),
-                False,
-            )
-        case "balance_loss":
-            return (
-                "a few experts get most of the tokens",
-                (f"a higher {run.find_role(name)}.router_aux_loss_coef",),
-                False,
-            )
-        case "prompts_in_part":
-            return (
-                "prompts exceed the maximum length of the model",
-                ("a lower dataset.max_prompt_len",),
-                False,
-            )
-    return "the run has a problem that weft does not recognize", (), False
+    values = {
+        "kind": kind,
+        "role": run.find_role(name),
+        "rate": run.format_scaled_rate(name),
+        "critic_rate": run.format_scaled_option("critic.optimizer.lr", 3),
+        "more_kl": run.format_scaled_option(weight, 10 if weight.endswith("kl_coef") else 3),
+        "longer": run.format_scaled_option(f"{kind}.gen.max_new_tokens", 2),
+    }
+    fixes = tuple(fix.format_map(values) for fix in cause.fixes)
+    if pattern == "frac_reward_zero_std" and kind == "grpo":
+        fixes += ("grpo.dynamic_sampling=true",)
+    return replace(cause, fixes=fixes)
 
 
 # -- the course of a run
@@ -589,7 +585,7 @@ def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding
             collapsed.append(key)
     if len(collapsed) + 2 * far < 3:
         return None
-    _, fixes, _ = _find_cause(run, run.find_metric("kl") or "actor_train/kl", "kl")
+    fixes = _find_cause(run, run.find_metric("kl") or "actor_train/kl", "kl").fixes
     if run.find_metric("kl") is None and run.find_option(f"{run.kind}.kl_coef") == 0:
         fixes = (f"{run.kind}.kl_coef=0.01", *fixes[1:])
     means = "the policy exploits the reward instead of solving the task: read the completions"

@@ -38,7 +38,7 @@ class ExpertLoads:
         """Add the loads of a step; `metrics` are those of its line of metrics.jsonl."""
         for call, role in self._roles.items():
             load = metrics.get(f"{call}/{EXPERT_LOAD}")
-            if is_finite(load):
+            if load is not None and is_finite(load):
                 self._loads.setdefault(role, deque(maxlen=MAX_STEPS)).append(float(load))
 
     def complete(self, prediction: PredictedStep) -> PredictedStep:

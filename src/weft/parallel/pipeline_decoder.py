@@ -76,14 +76,13 @@ class StagedDecoder:
         placement: Placement,
         group: ProcessGroup,
         host_group: ProcessGroup,
-        dtype: torch.dtype | None = None,
     ) -> None:
         """Create the decoder of one rank of the pipeline.
 
         `stages` maps the indices of this rank's stages to their networks, and `network` has the
         blocks of all these stages. `placement` assigns the stages of the whole pipeline to ranks.
         `group` has the ranks of the pipeline, and `host_group` is their gloo group for host
-        tensors. `dtype` is the dtype of the hidden states, by default that of the parameters.
+        tensors.
         """
         parameter = next(network.parameters())
         self.network = network
@@ -98,7 +97,7 @@ class StagedDecoder:
         self._stages = dict(sorted(stages.items()))
         self._placement = placement
         self._last = placement.last_rank
-        self._dtype = dtype or parameter.dtype
+        self._dtype = parameter.dtype
         # Unfinished sends: (target rank, tensor, work).
         self._sends: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._num_sent = 0

@@ -63,7 +63,7 @@ from weft.topology import compute_vocabulary
 class SplitVocabulary:
     """Vocabulary of which each rank of a process group has consecutive ids.
 
-    Implements the protocol `OutputVocabulary` (see `weft.models.network.vocabulary`). All ranks
+    Implements the protocol `OutputVocabulary` (see `weft.models.network.output_projection`). All ranks
     must call the methods that combine tensors of the ranks.
     """
 

@@ -146,7 +146,7 @@ class NodeRunner:
             graph, group, tokenizers, experiment.data_role, self._seed, prefix, hosts
         )
         self._hosts = hosts
-        # Firings that ended here before the first host has reported their end, by task.
+        # Firings that ended here and that `wait` has not returned yet, by task.
         self._ended: dict[Task, FiringOutcome] = {}
         self._ranks = {
             node.name: experiment.call_meshes[prefix + node.name].layout.data
@@ -184,23 +184,16 @@ class NodeRunner:
     def wait(self) -> FiringOutcome:
         """Wait until any firing has finished, including the syncs after it; return its outcome.
 
+        On a host that is not the first, wait for the firing that the first host has decided on.
+
         If a firing failed, its error is raised. Raises `RunError` naming the node if a deadline has
         passed.
         """
-        if self._hosts is None:
-            return self._wait_for_any()[1]
-        if self._hosts.is_first:
-            task, outcome = self._wait_for_any()
-            self._hosts.decide(lambda: list(task))
-            return outcome
-        name, step = self._hosts.decide(list)
-        while (name, step) not in self._ended:
-            task, outcome = self._wait_for_any()
-            self._ended[task] = outcome
-        return self._ended.pop((name, step))
-
-    def _wait_for_any(self) -> tuple[Task, FiringOutcome]:
-        while True:
+        decided: Task | None = None
+        if self._hosts is not None and not self._hosts.is_first:
+            name, step = self._hosts.decide(list)
+            decided = (name, step)
+        while decided is None or decided not in self._ended:
             first = min(self._running_firings.values(), key=lambda run: run.expires_at)
             left = max(0.0, first.expires_at - time.monotonic())
             try:
@@ -225,7 +218,12 @@ class NodeRunner:
             if event.task == run.task:
                 run.expires_at, run.outcome = math.inf, self._build_outcome(run, event.result)
             if run.outcome is not None and not run.tasks:
-                return run.task, run.outcome
+                self._ended[run.task] = run.outcome
+                decided = decided or run.task
+        if self._hosts is not None and self._hosts.is_first:
+            task = decided
+            self._hosts.decide(lambda: list(task))
+        return self._ended.pop(decided)
 
     def _register(self, firing: Firing, node: Node, name: str) -> _RunningFiring:
         run = _RunningFiring(firing, node, (name, firing.step))

@@ -120,32 +120,37 @@ def restore_urls(value: Any) -> Any:
 # -- models and tokenizers
 
 
-def copy_model(url: str, what: str = "", kind: type[UserError] = CheckpointError) -> Path:
+def copy_model(url: str, what: str = "") -> Path:
     """Return a copy of a model's directory, or of a tokenizer's directory or file.
 
     Everything but the weights is copied; `complete` copies them when they are needed. `what` is the
-    beginning of error messages, by default the URL. Raises `kind` if there is nothing at the URL or
-    it cannot be read, and if it is a checkpoint of a run that was not written to its end.
+    beginning of error messages, by default the URL. Raises `CheckpointError` if there is nothing
+    at the URL or it cannot be read, and if it is a checkpoint of a run that was not written to its
+    end.
     """
     what = what or url
-    bucket = BucketFolder.open(url, what, kind)
-    with explain_store_errors(what, kind):
+    bucket = BucketFolder.open(url, what, CheckpointError)
+    with explain_store_errors(what, CheckpointError):
         listing = bucket.list_files()
     if "" in listing:
-        return _copy_single(bucket, listing[""], what, kind)
+        return _copy_single(bucket, listing[""], what, CheckpointError)
     if not listing:
-        raise kind(f"{what}: there is no such file or folder in the bucket; check the spelling")
+        raise CheckpointError(
+            f"{what}: there is no such file or folder in the bucket; check the spelling"
+        )
     files = {}
     for name, stamp in listing.items():
         folder, _, file = name.rpartition("/")
         if folder in MODEL_FOLDERS and file.endswith((*SMALL, *WEIGHTS)):
             files[name] = stamp
     if not files:
-        raise kind(f"{what}: contains no model and no tokenizer; name the folder with config.json")
+        raise CheckpointError(
+            f"{what}: contains no model and no tokenizer; name the folder with config.json"
+        )
     if any(name.endswith(".safetensors") for name in files):
         files = {name: each for name, each in files.items() if not name.endswith(WEIGHTS[1:])}
-    copy = _copy_files(bucket, files, what, kind, lambda name: name.endswith(SMALL))
-    _check_manifest(copy, bucket, files, what, kind)
+    copy = _copy_files(bucket, files, what, CheckpointError, lambda name: name.endswith(SMALL))
+    _check_manifest(copy, bucket, files, what)
     return copy
 
 
@@ -229,12 +234,11 @@ def _check_manifest(
     bucket: BucketFolder,
     files: Mapping[str, FileStamp],
     what: str,
-    kind: type[UserError],
 ) -> None:
-    """Raise `kind` if a checkpoint that a run wrote to a bucket is not complete."""
+    """Raise `CheckpointError` if a checkpoint that a run wrote to a bucket is not complete."""
     if MANIFEST not in files:
         if CHECKPOINT.search(bucket.url):
-            raise kind(
+            raise CheckpointError(
                 f"{what}: is not complete: {MANIFEST}, which a run writes last, is missing; wait "
                 f"for the run, or name an earlier checkpoint"
             )
@@ -242,10 +246,12 @@ def _check_manifest(
     stated = json.loads((copy / MANIFEST).read_text())["sizes"]
     for name, size in stated.items():
         if name in files and files[name].size != size:
-            raise kind(f"{what}: {name} has {files[name].size:,} bytes instead of {size:,}")
+            raise CheckpointError(
+                f"{what}: {name} has {files[name].size:,} bytes instead of {size:,}"
+            )
     missing = [name for name in stated if name.endswith(WEIGHTS) and name not in files]
     if missing and not any("/" in name for name in missing):
-        raise kind(f"{what}: is not complete: {missing[0]} is missing")
+        raise CheckpointError(f"{what}: is not complete: {missing[0]} is missing")
 
 
 # -- files and data
@@ -408,13 +414,13 @@ def _lock(copy: Path) -> Iterator[None]:
         yield
 
 
-def copy_if_remote(path: str, what: str = "", kind: type[UserError] = CheckpointError) -> str:
+def copy_if_remote(path: str, what: str = "") -> str:
     """Return the path of a copy if `path` is the URL of a model or a tokenizer, else `path`.
 
     If `path` is a copy that another machine has made, it is made on this machine as well.
     """
     if is_remote(path):
-        return str(copy_model(path, what, kind))
+        return str(copy_model(path, what))
     if not Path(path).exists():
         complete(path)
     return path

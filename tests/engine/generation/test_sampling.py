@@ -21,8 +21,9 @@ from weft.engine.generation.sampling import (
     select_support,
 )
 from weft.engine.spec import GenerationSpec
+from weft.models.network.output_projection import OutputProjection
 from weft.models.network.packed import SamplingSupport
-from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
+from weft.models.network.token_outputs import compute_token_outputs
 
 LIMITS = [
     GenerationSpec(),

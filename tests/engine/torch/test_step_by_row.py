@@ -21,7 +21,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.spec import OptimizerSpec
 from weft.engine.torch import step
 from weft.errors import ConfigError, RunError
-from weft.models.network import token_outputs
+from weft.models.network import output_projection, token_outputs
 
 GROUPS = [(4, [5, 3]), (2, [7]), (200, [1, 4, 6])]  # the last prompt is computed once
 ROWS = sum(sum(lengths) for _, lengths in GROUPS)
@@ -58,10 +58,11 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Parameters after a step, and how often logits were computed, two rows at a time."""
     calls: list[int] = []
-    project = token_outputs._project
+    project = output_projection.project
     with monkeypatch.context() as patch:
-        patch.setattr(token_outputs, "_project", lambda *given: calls.append(1) or project(*given))
-        patch.setattr(token_outputs, "count_chunk_rows", lambda *_: 2)
+        for module in (output_projection, token_outputs):
+            patch.setattr(module, "project", lambda *given: calls.append(1) or project(*given))
+        patch.setattr(output_projection, "count_chunk_rows", lambda *_: 2)
         engine = engine_of(path, optimizer=SGD)
         engine.train([batch()], loss, max_tokens=300)
     return {name: value.clone() for name, value in engine._network.state_dict().items()}, len(calls)

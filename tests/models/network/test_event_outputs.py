@@ -17,14 +17,11 @@ from tests.models.common import sequences, tiny
 from tests.models.network.test_token_outputs import H, N, V, close, inputs, support
 from tests.roundings import assert_computed
 from weft.algorithms.base import Output
-from weft.models.network import token_outputs as by_token
-from weft.models.network.event_outputs import (
-    compute_given_outputs,
-    compute_outputs,
-    compute_top_outputs,
-)
+from weft.models.network import output_projection
+from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
+from weft.models.network.output_projection import OutputProjection
 from weft.models.network.packed import RowGradient, TopIds, pack
-from weft.models.network.token_outputs import OutputProjection
+from weft.models.network.token_outputs import compute_outputs, compute_token_outputs
 
 K = 4
 
@@ -276,8 +273,8 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         return logits
 
     monkeypatch.setattr(OutputProjection, "compute_columns", watch)
-    monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
-    monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
+    monkeypatch.setattr(output_projection, "CHUNK_CELLS", {"cpu": 2 * V})
+    monkeypatch.setattr(output_projection, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
     compute_given_outputs(hidden, labels, some_ids(), OutputProjection(weight))[
         "given_logprobs"
@@ -407,7 +404,7 @@ def test_several_ids_are_of_the_whole_vocabulary_whatever_was_sampled() -> None:
     kept = support(labels)
     limited = compute_outputs(hidden, packed, OutputProjection(weight), want, 1.0, kept)
     close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
-    plain = by_token.compute_token_outputs(
+    plain = compute_token_outputs(
         hidden, labels, OutputProjection(weight), frozenset({"logprobs"}), support=kept
     )
     assert torch.equal(limited["logprobs"], plain["logprobs"])

@@ -18,9 +18,11 @@ from tests.models.common import sequences, tiny
 from tests.roundings import assert_computed
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
+from weft.models.network import output_projection
 from weft.models.network import token_outputs as by_token
+from weft.models.network.output_projection import OutputProjection, count_chunk_rows
 from weft.models.network.packed import RowGradient, SamplingSupport, pack
-from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
+from weft.models.network.token_outputs import compute_token_outputs
 
 N, H, V = 7, 5, 11
 ALL = frozenset({"logprobs", "entropy", "top1"})
@@ -151,7 +153,7 @@ def test_half_precision_is_normalised_in_float32() -> None:
 
 def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
-    project = by_token._project
+    project = by_token.project
 
     def watch(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         nonlocal largest
@@ -159,9 +161,9 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         largest = max(largest, logits.numel())
         return logits
 
-    monkeypatch.setattr(by_token, "_project", watch)
-    monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
-    monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
+    monkeypatch.setattr(by_token, "project", watch)
+    monkeypatch.setattr(output_projection, "CHUNK_CELLS", {"cpu": 2 * V})
+    monkeypatch.setattr(output_projection, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
     out = compute_token_outputs(hidden, labels, OutputProjection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()
@@ -170,12 +172,12 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_chunks_of_a_large_vocabulary_have_rows_enough() -> None:
     cpu = torch.device("cpu")
-    assert [by_token.count_chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [
+    assert [count_chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [
         1024,
         512,
         256,
     ]
-    assert by_token.count_chunk_rows(1 << 17, torch.device("cuda")) == 1024
+    assert count_chunk_rows(1 << 17, torch.device("cuda")) == 1024
 
 
 def test_only_what_is_wanted_comes() -> None:
@@ -228,14 +230,14 @@ def test_a_gradient_known_by_row_spares_the_logits(
     hidden, weight, bias, labels = inputs(dtype)
     scale = torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = 0
-    project = by_token._project
+    project = by_token.project
 
     def watch(*args: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return project(*args)
 
-    monkeypatch.setattr(by_token, "_project", watch)
+    monkeypatch.setattr(by_token, "project", watch)
 
     def loss(out: Mapping[Output, Tensor]) -> Tensor:
         """Each row's gradient depends on its own outputs."""

@@ -298,8 +298,10 @@ def copy_tokenizer(path: str) -> str:
     """Return the path of a tokenizer on this machine, copied if it is in a bucket, or a hub name."""
     if not is_remote(path):
         return path
-    copy = copy_file if path.endswith(".model") else copy_model
-    return str(copy(path, f"tokenizer={path}", CheckpointError))
+    what = f"tokenizer={path}"
+    if path.endswith(".model"):
+        return str(copy_file(path, what, CheckpointError))
+    return str(copy_model(path, what))
 
 
 def write_settings(folder: Path, settings: Mapping[str, object]) -> None:

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import columns
-from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
+from weft.data.background_table import BackgroundTokenTable
+from weft.data.background_tokenizing import tokenize_in_background
 from weft.data.columns import Columns, read_conversation, read_prompt_text, read_renamed_rows
 from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, fit_to_limits
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
@@ -258,16 +259,6 @@ class TableDataset:
 
     def __getitem__(self, index: int) -> SequenceSample:
         return self.table[index]
-
-
-def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
-    """Return whether the samples of a dataset are exactly those of its table, in the same order.
-
-    This is not the case if a subclass of `TableDataset` overrides `__getitem__`.
-    """
-    return (
-        isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
-    )
 
 
 # -- encoding of texts and conversations

@@ -209,7 +209,6 @@ def read_fixed_prompts(
     *,
     as_chat: bool,
     most: int | None,
-    option: str = "eval_prompts",
 ) -> SequenceSample:
     """Return the tokenized prompts of a file as one `SequenceSample` with the key `prompt`.
 
@@ -217,7 +216,8 @@ def read_fixed_prompts(
     rendered with the chat template. A text is rendered as a user message if `as_chat` is True, and
     not rendered otherwise. `most` is the maximum number of tokens of a prompt.
 
-    Raises `DataError` if a prompt is invalid or too long. The message names the option `option`.
+    Raises `DataError` if a prompt is invalid or too long. The message names the option
+    `eval_prompts`.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []
@@ -235,9 +235,11 @@ def read_fixed_prompts(
             if len(wrong) == MAX_REPORTED:
                 break
     if wrong:
-        raise DataError("\n".join([f"{option}={path}: these rows are not valid prompts:", *wrong]))
+        raise DataError(
+            "\n".join([f"eval_prompts={path}: these rows are not valid prompts:", *wrong])
+        )
     if not tokens:
-        raise DataError(f"{option}={path}: there are no prompts in it")
+        raise DataError(f"eval_prompts={path}: there are no prompts in it")
     lengths = [len(ids) for ids in tokens]
     flat = np.array([id for ids in tokens for id in ids], dtype=np.int64)
     names = [str(number) for number in range(len(tokens))]

@@ -31,7 +31,7 @@ from weft.kernels import (
     PrefixRows,
 )
 from weft.models.kv.slots import Cached, KVCache, PrefixGroup
-from weft.models.network import prefix, rope
+from weft.models.network import rope
 from weft.models.network.block import MLP, Attention, Block, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
@@ -197,8 +197,8 @@ class DecoderPasses:
         """Return hidden states as `Transformer.compute_hidden` does."""
         context = x.attention
         prepared = None
-        if isinstance(context, Cached) and not prefix.has_prefix_tokens(
-            context, self._network.prefix_tokens
+        if isinstance(context, Cached) and not context.has_prefix_tokens(
+            self._network.prefix_tokens
         ):
             prepared = self._prepare(context.cache)
         if prepared is None:

@@ -25,9 +25,9 @@ from weft.models.attention.dispatch import attend
 from weft.models.kv.slots import Cached
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import DropoutKeys, TokenDropout
-from weft.models.network.event_outputs import compute_outputs
+from weft.models.network.output_projection import OutputProjection
 from weft.models.network.packed import Packed, SamplingSupport, pack
-from weft.models.network.token_outputs import OutputProjection
+from weft.models.network.token_outputs import compute_outputs
 from weft.models.network.transformer import (
     Head,
     Pooling,

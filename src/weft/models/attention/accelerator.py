@@ -51,7 +51,7 @@ def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
     q = given.q
     spec = given.spec
     pool = context.pool
-    layer = given.layer - pool.first_layer
+    layer = given.layer
     history = context.history
     # In a decode step, read the pages directly.
     if history is None:

@@ -317,7 +317,7 @@ class PagePool:
     """Memory for the pages of key-value caches.
 
     `keys[layer]` and `values[layer]` are [pages, page, kv_heads, head_dim], where `page` is the
-    number of tokens per page. Layers are counted from `first_layer`.
+    number of tokens per page.
     """
 
     def __init__(
@@ -327,16 +327,13 @@ class PagePool:
         dtype: torch.dtype,
         *,
         page: int = PAGE,
-        first_layer: int = 0,
         most: int | None = None,
     ) -> None:
         """Create a pool with `page` tokens per page.
 
-        `first_layer` is the index of the first cached layer among all layers of the network. `most`
-        is the maximum number of pages, or None for no maximum. It includes the scratch page, which
-        belongs to no row.
+        `most` is the maximum number of pages, or None for no maximum. It includes the scratch page,
+        which belongs to no row.
         """
-        self.first_layer = first_layer
         self.device = torch.device(device)
         self.dtype = dtype
         self.config = config
@@ -414,19 +411,12 @@ class PagePool:
         )
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, each [T, kv_heads, head_dim].
-
-        `layer` is the index of the layer in the whole network.
-        """
-        layer -= self.first_layer
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
         self.keys[layer].flatten(0, 1).index_copy_(0, context.places, k)
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
     def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim].
-
-        `layer` is counted from `first_layer`.
-        """
+        """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)

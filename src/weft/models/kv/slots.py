@@ -154,6 +154,10 @@ class Cached:
                 tokens.setdefault(id(prefix), (prefix, []))[1].extend(range(first, end))
         return [(prefix, torch.tensor(indices)) for prefix, indices in tokens.values()]
 
+    def has_prefix_tokens(self, count: int) -> bool:
+        """Return whether any new token is a placeholder for one of a prefix's `count` tokens."""
+        return bool((self.before + self.used < count).any())
+
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 

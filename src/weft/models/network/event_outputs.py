@@ -1,4 +1,4 @@
-"""Outputs of a network with a language-model head, for one label or for several ids per row.
+"""Outputs of a network with a language-model head for several ids per row.
 
 `token_outputs` computes the outputs for one label. For K ids per row, there are K + 1 events: one
 for each of the ids, and one for "any other id". Two networks are compared by the log-probs of these
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,63 +22,19 @@ from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
-from weft.models.network import token_outputs
-from weft.models.network.packed import Packed, RowGradient, SamplingSupport, TopIds
-from weft.models.network.token_outputs import OutputProjection, ProjectionGradients
-from weft.models.network.vocabulary import OutputVocabulary
+from weft.models.network.output_projection import (
+    OutputProjection,
+    OutputVocabulary,
+    ProjectionGradients,
+    apply_cap_gradient,
+    is_same_gradient,
+    split_rows,
+)
+from weft.models.network.packed import RowGradient, TopIds
 
 # the outputs that `_GivenLogprobs` returns, in this order
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")
 TOP_OUTPUTS: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
-
-
-def compute_outputs(
-    hidden: Tensor,
-    x: Packed,
-    projection: OutputProjection,
-    want: frozenset[Output],
-    temperature: float,
-    support: SamplingSupport | None,
-) -> dict[Output, Tensor]:
-    """Return the outputs named in `want` for the rows of `x`.
-
-    `hidden` [N, H] are the hidden states of these rows. If there is a `support`, the label
-    log-probs, the entropy and `top1` are computed over only the ids in the support. The log-probs
-    of several ids per row (`given_logprobs` and `top_logprobs`) are always normalized over the
-    whole vocabulary.
-    """
-    given: frozenset[Output] = frozenset()
-    if "given_logprobs" in want:
-        given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
-    rest = want - given - TOP_OUTPUTS
-    known = None if given and rest else x.row_gradient  # needs all outputs at once
-    outputs: dict[Output, Tensor] = {}
-    if given:
-        outputs |= compute_given_outputs(
-            hidden,
-            x.labels,
-            cast(Tensor, x.ids),
-            projection,
-            temperature=temperature,
-            labelled="logprobs" in given,
-            gradient=known,
-        )
-    if want & TOP_OUTPUTS:
-        top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
-        for name, value in top.items():
-            if name in want:
-                outputs[name] = value
-    if rest:
-        outputs |= token_outputs.compute_token_outputs(
-            hidden,
-            x.labels,
-            projection,
-            rest,
-            temperature=temperature,
-            support=support,
-            gradient=known,
-        )
-    return outputs
 
 
 @torch.no_grad()
@@ -104,7 +60,7 @@ def compute_top_outputs(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=dtype)
-    for rows in token_outputs.split_rows(len(hidden), chunk or projection.count_chunk_rows()):
+    for rows in split_rows(len(hidden), chunk or projection.count_chunk_rows()):
         logits, _ = _compute_logits(hidden[rows], projection, temperature)
         likeliest = vocabulary.find_likeliest(logits, count, top.below)
         ids[rows] = likeliest
@@ -298,7 +254,7 @@ class _EventChunk:
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
         total.add(
             rows,
-            token_outputs.apply_cap_gradient(grad_logits, self._capped, self._projection.softcap),
+            apply_cap_gradient(grad_logits, self._capped, self._projection.softcap),
             scale,
         )
 
@@ -329,7 +285,7 @@ class _GivenLogprobs(torch.autograd.Function):
             total = ProjectionGradients(
                 hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
             )
-        for rows in token_outputs.split_rows(len(ids), settings.chunk):
+        for rows in split_rows(len(ids), settings.chunk):
             chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
@@ -359,7 +315,7 @@ class _GivenLogprobs(torch.autograd.Function):
         precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.precomputed
         ctx.precomputed = None  # free the gradients, except those of the parameters
         if precomputed is not None and all(
-            token_outputs.is_same_gradient(value, precomputed[1].get(name))
+            is_same_gradient(value, precomputed[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
             return precomputed[0].cast()
@@ -371,7 +327,7 @@ class _GivenLogprobs(torch.autograd.Function):
             hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
         )
         projection = settings.build_projection(weight, bias)
-        for rows in token_outputs.split_rows(len(ids), settings.chunk):
+        for rows in split_rows(len(ids), settings.chunk):
             chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )

@@ -243,18 +243,13 @@ def _overwrite_prefix(
     if isinstance(context, Paged):
         if context.is_decode_step:
             return None
-    elif not has_prefix_tokens(context, count):
+    elif not context.has_prefix_tokens(count):
         return None
     tokens = (positions < count).nonzero().flatten()
     if rotation is not None:
         cos, sin = rotation
         rotation = cos.index_fill(0, tokens, 1.0), sin.index_fill(0, tokens, 0.0)
     return OverwrittenPrefix(context, rotation, tokens, positions[tokens])
-
-
-def has_prefix_tokens(context: Cached, count: int) -> bool:
-    """Return whether any new token is a placeholder for one of the prefix's `count` tokens."""
-    return bool((context.before + context.used < count).any())
 
 
 def freeze_all_but_prefix(network: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Log-probs, entropy and top-1 from hidden states, in float32 (float64 for float64 networks).
+"""Outputs of a network with a language-model head, in float32 (float64 for float64 networks).
+
+`compute_outputs` computes all of them. This module has the log-probs of one label per row, the
+entropy and top-1; `event_outputs` has the log-probs of several ids per row.
 
 The logits [N, vocabulary] are never in memory as a whole: rows are computed in chunks. If the
 gradients of a row depend only on the outputs of that row, the gradients of each chunk are computed
@@ -7,9 +10,9 @@ together with the logits. Otherwise the backward pass computes the logits again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,48 +20,72 @@ from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
-from weft.models.network.packed import RowGradient, SamplingSupport
-from weft.models.network.vocabulary import WHOLE, OutputVocabulary
+from weft.models.network.event_outputs import (
+    OUTPUTS,
+    TOP_OUTPUTS,
+    compute_given_outputs,
+    compute_top_outputs,
+)
+from weft.models.network.output_projection import (
+    OutputProjection,
+    OutputVocabulary,
+    ProjectionGradients,
+    apply_cap_gradient,
+    apply_softcap,
+    is_same_gradient,
+    project,
+    split_rows,
+)
+from weft.models.network.packed import Packed, RowGradient, SamplingSupport, TopIds
 
-# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
-# float32; an accelerator needs more rows to run at full speed.
-CHUNK_CELLS = {"cpu": 1 << 24}
-DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, too costly for fewer rows
 
+def compute_outputs(
+    hidden: Tensor,
+    x: Packed,
+    projection: OutputProjection,
+    want: frozenset[Output],
+    temperature: float,
+    support: SamplingSupport | None,
+) -> dict[Output, Tensor]:
+    """Return the outputs named in `want` for the rows of `x`.
 
-@dataclass(frozen=True)
-class OutputProjection:
-    """Output layer: logits = cap(hidden weight^T + bias) with cap(x) = softcap tanh(x / softcap)."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None = None  # [V]
-    softcap: float | None = None
-    vocabulary: OutputVocabulary = WHOLE
-    # sum to which the weight's gradient is added, instead of its `grad`
-    gradient_sum: kernels.GradientSum | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids in the whole vocabulary."""
-        return self.vocabulary.count_ids(len(self.weight))
-
-    def count_chunk_rows(self) -> int:
-        """Return the chunk size: the number of rows whose logits are computed together."""
-        columns = self.vocabulary.count_most_columns(len(self.weight))
-        return count_chunk_rows(columns, self.weight.device)
-
-    def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, V] of the whole vocabulary, not divided by a temperature.
-
-        The rows are not computed in chunks. `wide` is the result of `kernels.prepare_wide` for the
-        weight.
-        """
-        return self.vocabulary.complete(self.compute_columns(hidden, wide))
-
-    def compute_columns(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, but only for the ids of the weight's rows."""
-        return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
+    `hidden` [N, H] are the hidden states of these rows. If there is a `support`, the label
+    log-probs, the entropy and `top1` are computed over only the ids in the support. The log-probs
+    of several ids per row (`given_logprobs` and `top_logprobs`) are always normalized over the
+    whole vocabulary.
+    """
+    given: frozenset[Output] = frozenset()
+    if "given_logprobs" in want:
+        given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
+    rest = want - given - TOP_OUTPUTS
+    known = None if given and rest else x.row_gradient  # needs all outputs at once
+    outputs: dict[Output, Tensor] = {}
+    if given:
+        outputs |= compute_given_outputs(
+            hidden,
+            x.labels,
+            cast(Tensor, x.ids),
+            projection,
+            temperature=temperature,
+            labelled="logprobs" in given,
+            gradient=known,
+        )
+    if want & TOP_OUTPUTS:
+        top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
+        for name, value in top.items():
+            if name in want:
+                outputs[name] = value
+    if rest:
+        outputs |= compute_token_outputs(
+            hidden,
+            x.labels,
+            projection,
+            rest,
+            temperature=temperature,
+            support=support,
+            gradient=known,
+        )
+    return outputs
 
 
 def compute_token_outputs(
@@ -99,19 +126,6 @@ def compute_token_outputs(
     return token_outputs
 
 
-def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return the number of rows whose logits are computed together.
-
-    It is limited so that the logits of these rows need little memory.
-    """
-    return max(LEAST_CHUNK_ROWS, get_chunk_cells(device) // vocab_size)
-
-
-def get_chunk_cells(device: torch.device) -> int:
-    """Return the largest number of logits in a chunk of more than `LEAST_CHUNK_ROWS` rows."""
-    return CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS)
-
-
 @dataclass(frozen=True)
 class _TokenOutputSettings:
     """Arguments of `_TokenOutputs` that are not differentiable."""
@@ -125,80 +139,6 @@ class _TokenOutputSettings:
     gradient: RowGradient | None
     vocabulary: OutputVocabulary
     gradient_sum: kernels.GradientSum | None
-
-
-class ProjectionGradients:
-    """Gradients of an output layer's hidden states, weight and bias, computed in chunks of rows.
-
-    The gradients of the weight and the bias are summed over the chunks. The weight's gradient is
-    added to `gradient_sum` if this is given, and is returned otherwise.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needed: Sequence[bool],
-        gradient_sum: kernels.GradientSum | None = None,
-    ) -> None:
-        self._gradient_sum = gradient_sum
-        self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._inputs = (hidden, weight, bias)
-        self._needed = needed
-        self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._grad_weight: Tensor | None = None
-        if bias is not None and needed[2]:
-            self._grad_bias: Tensor | None = torch.zeros_like(bias, dtype=self._sum_dtype)
-        else:
-            self._grad_bias = None
-
-    def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """Add the gradients of a chunk of rows, whose logits have the gradient scale * grad_logits.
-
-        The factors `scale` [R] are applied to matrices [R, H] and not to `grad_logits` [R, V],
-        which is larger.
-        """
-        hidden, weight, _ = self._inputs
-        grad_raw = grad_logits.to(weight.dtype)
-        if self._grad_hidden is not None:
-            self._grad_hidden[rows] = (kernels.product(grad_raw, weight.T) * scale[:, None]).to(
-                hidden.dtype
-            )
-        if self._needed[1]:
-            self._add_weight(grad_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
-        if self._grad_bias is not None:
-            self._grad_bias += scale @ grad_logits
-
-    def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self._grad_weight is None and (hidden.dtype == self._sum_dtype or not hidden.is_cpu):
-            # The first product can be the sum itself: no zeros need to be written and read.
-            self._grad_weight = kernels.wide_product(grad_logits.T, hidden.T)
-        else:
-            kernels.add_product(self._get_weight_gradient(), grad_logits.T, hidden.T)
-
-    def _get_weight_gradient(self) -> Tensor:
-        if self._grad_weight is None:
-            self._grad_weight = torch.zeros_like(self._inputs[1], dtype=self._sum_dtype)
-        return self._grad_weight
-
-    def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Return the gradients in the inputs' dtypes, as the result of an autograd `backward`.
-
-        This can be called only once. The weight's gradient is None if it is added to a
-        `gradient_sum`.
-        """
-        _, weight, bias = self._inputs
-        grad_weight = None
-        if self._needed[1] and self._gradient_sum is not None:
-            self._gradient_sum.take(self._get_weight_gradient())
-        elif self._needed[1]:
-            grad_weight = self._get_weight_gradient().to(weight.dtype)
-        if self._grad_bias is None or bias is None:
-            grad_bias = None
-        else:
-            grad_bias = self._grad_bias.to(bias.dtype)
-        return self._grad_hidden, grad_weight, grad_bias, None, None
 
 
 @dataclass(frozen=True)
@@ -340,7 +280,7 @@ class _TokenOutputs(torch.autograd.Function):
             )
         # Compute the outputs chunk by chunk, and the gradients too if their function is known.
         for rows in split_rows(len(labels), settings.chunk):
-            capped = _apply_softcap(_project(hidden[rows], weight, bias), settings.softcap)
+            capped = apply_softcap(project(hidden[rows], weight, bias), settings.softcap)
             known = _compute_results(
                 _apply_temperature(capped, rows, labels, settings), capped, labels[rows], settings
             )
@@ -394,7 +334,7 @@ class _TokenOutputs(torch.autograd.Function):
         if gradients[1] is not None:
             known["entropy"] = gradients[1]
         for rows in split_rows(len(labels), settings.chunk):
-            capped = _apply_softcap(_project(hidden[rows], weight, bias), settings.softcap)
+            capped = apply_softcap(project(hidden[rows], weight, bias), settings.softcap)
             softmax, at = _recompute_softmax(
                 _apply_temperature(capped, rows, labels, settings),
                 capped,
@@ -436,48 +376,6 @@ def _select_gradients(
     """
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
-
-
-def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    """Return the gradient with respect to the logits before the soft cap; overwrites `grad_logits`.
-
-    `capped` are the logits after the soft cap.
-    """
-    if softcap is None:
-        return grad_logits
-    return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
-
-
-def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients with respect to the same output can be treated as equal.
-
-    The forward pass can compute the gradients of the inputs in advance, from the gradients that it
-    expects for the outputs. The backward pass compares the actual gradients with the expected ones.
-    On an accelerator, this function assumes that two tensors are equal, because comparing them
-    would wait for the device.
-    """
-    if one is None or other is None:
-        return one is other
-    return one.device.type != "cpu" or torch.equal(one, other)
-
-
-def split_rows(total: int, size: int) -> list[slice]:
-    """Split the range from 0 to `total` into slices of at most `size` rows."""
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def _project(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None
-) -> Tensor:
-    """Return the logits before the soft cap, in float32 or wider.
-
-    In bfloat16, logits of about 20 would be rounded by up to 0.06.
-    """
-    return kernels.wide_product(hidden, weight, bias, wide)
-
-
-def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:

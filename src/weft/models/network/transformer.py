@@ -46,16 +46,15 @@ from weft.kernels import GradientSum
 from weft.models.attention.contexts import AttentionContext
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
-from weft.models.network import event_outputs, prefix, rope
+from weft.models.network import prefix, rope, token_outputs
 from weft.models.network.block import Block, BlockContext, CompiledParts, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import EmbeddingDropout, TokenDropout
 from weft.models.network.linear import Linear
 from weft.models.network.lora import list_adapters
 from weft.models.network.moe import MoE
+from weft.models.network.output_projection import WHOLE, OutputProjection, OutputVocabulary
 from weft.models.network.packed import Packed, SamplingSupport
-from weft.models.network.token_outputs import OutputProjection
-from weft.models.network.vocabulary import WHOLE, OutputVocabulary
 
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]
@@ -161,7 +160,7 @@ class Transformer(nn.Module):
         """Return the outputs `want`, or hidden states [T, hidden] if this is not the last stage.
 
         The outputs of a language-model head are logprobs, entropy and top1 [N], and the log-probs
-        of several ids per row (`weft.models.network.event_outputs`). The other heads compute values
+        of several ids per row (`weft.models.network.token_outputs`). The other heads compute values
         [N] or scores [S]. `states` are the hidden states from the previous stage, or None in the
         first stage. Raises `ConfigError` for outputs that the network's head cannot compute.
         """
@@ -376,7 +375,7 @@ class LMHead(nn.Module):
         `states` [N, width] are the hidden states of these rows. `tied` is the matrix of the
         embedding, which is used if the head has no matrix of its own.
         """
-        return event_outputs.compute_outputs(
+        return token_outputs.compute_outputs(
             states, x, self.build_projection(tied), want, temperature, support
         )
 

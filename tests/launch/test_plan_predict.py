@@ -12,7 +12,7 @@ import torch
 
 from tests.launch.cases import ppo, prepare, sft
 from weft.experiment import Experiment
-from weft.launch.predict import predict_step
+from weft.launch.plan import predict_step
 from weft.launch.run import set_up_experiment
 from weft.observe.memory import measure_file_pages_gb
 from weft.observe.predicted import PredictedStep
