@@ -85,5 +85,5 @@ def measured() -> Mapping[str, Any]:
             "adapters": decoding(2.0),
         },
         "links": links(),
-        "factors": {},
+        "waits": {},
     }

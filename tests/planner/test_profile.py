@@ -166,7 +166,7 @@ def make_uneven(values: dict[str, Any]) -> None:
         (make_uneven, r"the profile is damaged \(ValueError: "),
         (lambda values: values.pop("format"), r"the profile is damaged \(KeyError: 'format'\)"),
         (lambda values: values.update(shape={}), r"the profile is damaged \(TypeError: "),
-        (lambda values: values.update(format=0), r"has format 0, and this version of weft reads 1"),
+        (lambda values: values.update(format=0), r"^[^(]*has format 0, and this version of weft reads 2"),
         (
             lambda values: values.update(torch="1.0"),
             r"was made with torch '1.0', and this machine has '2.13.0'",
@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_used_says_why(
     assert found is None and notes[0].startswith(f"profile: {path}")
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"format": 1}', "{", "null"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"format": 2}', "{", "null"])
 def test_any_other_text_is_damaged(cache: Path, text: str) -> None:
     (cache / name_file(KEY, "float32", 1, 1)).write_text(text)
     with pytest.raises(ConfigError, match="the profile is damaged"):

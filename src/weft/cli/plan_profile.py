@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.planner import profile
-from weft.planner.calibration import compute_factors
+from weft.planner.calibration import compute_waits
 from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.devices import estimate_cpu_rates, find_gpu_rates
 from weft.planner.profile import ProfileMachine, ShapeTimes, parse_times
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
 SUMMARY = "the times of a model's parts on this machine, which estimates then use"
-FACTORS = {
+KINDS = {
     "shards": "sharded weights",
     "tensor": "tensor-parallel passes",
     "decode": "tensor-parallel decode steps",
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         if on_gpu:
             measured["host_copies"] = measure.measure_host_copies(device)
     held_out = measured.pop("held_out")
-    measured["factors"] = {}
+    measured["waits"] = {}
     contents = profile.build_contents(
         key,
         machine,
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         measured=measured,
     )
-    contents["factors"] = _compute_factors(network, contents)
+    contents["waits"] = _compute_waits(network, contents)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, profile.format_contents(contents))
     print("\n".join(_format_page(contents, held_out)))
@@ -153,8 +153,8 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
     print(f"written to {path}")
 
 
-def _compute_factors(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dict[str, float]:
-    """Return the factors that correct the times of messages in a profile's contents."""
+def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds that messages within calls take besides, from a profile's contents."""
     from weft.engine.device import count_cores
     from weft.engine.measure import shorten
 
@@ -174,7 +174,7 @@ def _compute_factors(network: MeasuredNetwork, contents: Mapping[str, Any]) -> d
         rates = find_gpu_rates("H100", network.dtype)
     else:
         rates = estimate_cpu_rates(count_cores(), 1.0, 2, threads)
-    return compute_factors(
+    return compute_waits(
         sizes, links["joined"], rates.with_profile(measured_profile), network.tensor
     )
 
@@ -248,8 +248,8 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
             f"two processes at once: {links['contention']:.2f} times as long; a process starts in "
             f"{links['startup_seconds']:.1f} s"
         )
-    for kind, factor in contents["factors"].items():
-        lines.append(f"messages of {FACTORS[kind]} take {factor:.2f} times as long as alone")
+    for kind, seconds in contents["waits"].items():
+        lines.append(f"messages of {KINDS[kind]} take {1e6 * seconds:.0f} us more within a call")
     lines += _format_errors(times, held_out)
     return lines
 

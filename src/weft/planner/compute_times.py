@@ -123,9 +123,9 @@ class ComputeTimes:
         """True if a profile fits the network."""
         return self._profile is not None
 
-    def get_factor(self, kind: str) -> float:
-        """Return the factor of the time of messages of a kind: "shards", "tensor" or "decode"."""
-        return 1.0 if self._profile is None else self._profile.factors.get(kind, 1.0)
+    def get_wait(self, kind: str) -> float:
+        """Return the seconds that a message takes besides: of "shards", "tensor" or "decode"."""
+        return 0.0 if self._profile is None else self._profile.waits.get(kind, 0.0)
 
     # -- passes
 

@@ -280,13 +280,13 @@ def _estimate_passes(
         repeats_head=load.trains and load.repeats_head,
     )
     pass_cost = times.compute_pass(size)
-    messages = estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    messages = estimate_pass_messages(network, size, mesh, rates, times.get_wait("tensor"))
     sends = estimate_stage_sends(network, size, mesh, rates)
     cost = _run_stages(network, size, pass_cost, layout, parts, messages, sends)
     # Sharded weights are gathered for each micro-batch, and gradients scattered after each.
     if layout.fsdp > 1:
-        shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
-        shards *= times.get_factor("shards")
+        wait = times.get_wait("shards")
+        shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains, wait=wait)
         if rates.kernels is not None:
             # GPUs gather a layer while they compute the one before, and scatter during the next.
             first = shards * layout.pipeline / network.shape.layers / parts
@@ -294,8 +294,8 @@ def _estimate_passes(
         # A rank of a pipeline also waits for those of the stages before it.
         others = 0.0
         if layout.pipeline > 1:
-            between = times.get_factor("shards") * estimate_shard_messages(
-                network, mesh, rates, parts, trains=load.trains, has_ends=False
+            between = estimate_shard_messages(
+                network, mesh, rates, parts, trains=load.trains, wait=wait, has_ends=False
             )
             between = min(between, shards)  # on GPUs, a part of them is hidden
             others = (shards + between * (layout.pipeline - 2)) / parts / layout.stages_per_rank
@@ -415,7 +415,8 @@ def _estimate_generation(
         size = max(layout.fsdp, layout.expert)
         kind = "fsdp" if size == layout.fsdp else "expert"
         gathered = rates.time_gather(whole, list_group(mesh, kind), size)
-        cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
+        waits = (1 + shape.layers / layout.pipeline) * times.get_wait("shards")
+        cost = cost.add(CallCost(messages=gathered + waits))
     if rates.kernels is not None and (
         layout.fsdp > 1 or layout.expert > 1 or "weights" in load.offloads
     ):
@@ -427,8 +428,9 @@ def _estimate_generation(
         group_size = batch / layout.pipeline
         block, rest = times.compute_decode(group_size, context)
         step = block.multiply(shape.layers).add(rest)
-        seconds = estimate_decode_messages(network, group_size, mesh, rates)
-        seconds *= times.get_factor("decode")
+        seconds = estimate_decode_messages(
+            network, group_size, mesh, rates, times.get_wait("decode")
+        )
         if layout.pipeline > 1:
             states = group_size * network.element_bytes * shape.hidden
             sent = rates.time_send(states, list_group(mesh, "pipeline"))
@@ -454,7 +456,7 @@ def _estimate_prompts(
     if layout.tensor > 1:
         states = tokens * network.element_bytes * network.shape.hidden
         seconds = rates.time_sum(states, list_group(mesh, "tensor"), layout.tensor)
-        seconds *= 2 * layers * times.get_factor("tensor")
+        seconds = 2 * layers * (seconds + times.get_wait("tensor"))
         cost = cost.add(CallCost(messages=seconds))
     return cost
 

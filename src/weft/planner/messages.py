@@ -43,12 +43,12 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
 
 
 def estimate_pass_messages(
-    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
+    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, wait: float
 ) -> float:
     """Return the seconds of a micro-batch's messages on one rank, but for those between stages.
 
     These are sums of tensor parallelism, keys and values of context parallelism, and rows for the
-    experts of other ranks. `factor` corrects the time of the sums.
+    experts of other ranks. Each sum takes `wait` seconds besides.
     """
     layout = mesh.layout
     shape = network.shape
@@ -61,11 +61,8 @@ def estimate_pass_messages(
     if layout.tensor > 1:
         # After attention and after the MLP; the embedding, and the softmax of the head
         group = list_group(mesh, "tensor")
-        sums = 2 * layers * passes
-        seconds += sums * rates.time_sum(states, group, layout.tensor)
-        if shape.vocab > 1:
-            seconds += rates.time_sum(states, group, layout.tensor)
-        seconds *= factor
+        sums = 2 * layers * passes + (1 if shape.vocab > 1 else 0)
+        seconds += sums * (rates.time_sum(states, group, layout.tensor) + wait)
     if layout.context > 1:
         kv = size.tokens * 2 * shape.key * network.element_bytes
         rounds = 3 if size.trains else 1
@@ -105,12 +102,13 @@ def estimate_shard_messages(
     parts: int,
     *,
     trains: bool,
+    wait: float,
     has_ends: bool = True,
 ) -> float:
     """Return the seconds of gathering and scattering sharded tensors, block by block.
 
-    `parts` is the number of micro-batches of a minibatch. The rank is one of a pipeline's first or
-    last stage or, without `has_ends`, of one between them.
+    `parts` is the number of micro-batches of a minibatch. Each message takes `wait` seconds besides.
+    The rank is one of a pipeline's first or last stage or, without `has_ends`, of one between them.
     """
     layout = mesh.layout
     shape = network.shape
@@ -128,32 +126,32 @@ def estimate_shard_messages(
     for elements, kind, size in groups:
         if elements > 0 and size > 1:
             own = list_group(mesh, kind)
-            gather += rates.time_gather(elements * width, own, size)
-            scatter += rates.time_scatter(elements * WIDE * trained, own, size)
+            gather += rates.time_gather(elements * width, own, size) + wait
+            scatter += rates.time_scatter(elements * WIDE * trained, own, size) + wait
     gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
     seconds = gathers * blocks * gather
     if has_ends:
-        seconds += parts * rates.time_gather(ends * width, group, layout.fsdp)
+        seconds += parts * (rates.time_gather(ends * width, group, layout.fsdp) + wait)
     if trains:
         whole = blocks * scatter
         if has_ends:
-            whole += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
+            whole += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp) + wait
         seconds += (1 if network.settings.sums_once else parts) * whole
     return seconds
 
 
 def estimate_decode_messages(
-    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
+    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates, wait: float
 ) -> float:
     """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
 
-    These are two sums in each layer, and three exchanges for the softmax and the draw. Experts are
-    gathered before a generation.
+    These are two sums in each layer, and three exchanges for the softmax and the draw. Each takes
+    `wait` seconds besides. Experts are gathered before a generation.
     """
     size = mesh.layout.tensor
     if size == 1:
         return 0.0
     states = batch * network.element_bytes * network.shape.hidden
     group = list_group(mesh, "tensor")
-    sums = 2 * network.shape.layers * rates.time_sum(states, group, size)
-    return sums + 3 * rates.time_sum(batch * WIDE, group, size)
+    sums = 2 * network.shape.layers * (rates.time_sum(states, group, size) + wait)
+    return sums + 3 * (rates.time_sum(batch * WIDE, group, size) + wait)

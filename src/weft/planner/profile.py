@@ -20,7 +20,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 
-FORMAT = 1  # version of the files
+FORMAT = 2  # version of the files
 VARIABLE = "XDG_CACHE_HOME"
 REMEDY = "make it again with weft plan profile, or delete the file"
 NOTE = "profile: "  # beginning of notes on profiles that cannot be used
@@ -220,12 +220,13 @@ class DecodeTimes:
 class ShapeTimes:
     """Measured times of one shape, dtype, tensor-parallel degree and number of threads.
 
-    `factors` correct the times of messages within calls, by kind (`weft.planner.calibration`).
+    `waits` are the seconds that messages take besides within calls, by kind
+    (`weft.planner.calibration`).
     """
 
     passes: Mapping[str, PassTimes]
     decoding: Mapping[str, DecodeTimes]
-    factors: Mapping[str, float] = field(default_factory=dict)
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     def compute_update(self, trained: float) -> float:
         """Return the time of an optimizer step with `trained` trained parameters, in seconds."""
@@ -373,6 +374,8 @@ def read_file(path: Path, machine: ProfileMachine | None) -> dict[str, Any]:
         source = ProfileMachine(values["device"], values["torch"])
         assert isinstance(values["tensor"], int) and isinstance(values["threads"], int)
         assert isinstance(values["created"], str) and isinstance(values["dtype"], str)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: the profile cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -392,11 +395,11 @@ def parse_times(values: Mapping[str, Any]) -> ShapeTimes:
     """Return the times in a profile's contents."""
     _check_numbers(values["passes"])
     _check_numbers(values["decoding"])
-    _check_numbers(values["factors"])
+    _check_numbers(values["waits"])
     return ShapeTimes(
         {kind: PassTimes(values["passes"][kind]) for kind in ("score", "full", "adapters")},
         {kind: DecodeTimes(values["decoding"][kind]) for kind in ("plain", "modules", "adapters")},
-        dict(values["factors"]),
+        dict(values["waits"]),
     )
 
 
