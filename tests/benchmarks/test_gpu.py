@@ -44,27 +44,33 @@ finder.find_spec = classmethod(lambda _, name, *rest: None if {{name, name.split
 """
 # The program, whose sections are processes that are forked once it has imported what they need.
 FORKED = """
-import importlib, os, subprocess, sys
+import importlib, multiprocessing, os, subprocess, sys, types
 sys.path[:0] = [{root!r}, {root!r} + "/src"]
 from benchmarks import gpu
-started = subprocess.run
 
-def run(words, **more):
-    if "--section" not in words:
-        return started(words, **more)
-    for name in ("transformers.models.llama.modeling_llama", "weft.engine.backends.torch", "weft.algorithms.grpo"):
-        importlib.import_module(name)
-    if child := os.fork():
-        return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    code = 1
-    try:
-        code = gpu.main(words[2:])
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+class Forked:
+    def __init__(self, words, **more):
+        assert words[1:3] == [gpu.__file__, "--section"]
+        for name in ("transformers.models.llama.modeling_llama", "weft.engine.backends.torch", "weft.algorithms.grpo"):
+            importlib.import_module(name)
+        self.process = multiprocessing.get_context("fork").Process(target=run, args=(words[2:],))
+        self.process.start()
+        self.pid = self.process.pid
 
-subprocess.run = run
+    def wait(self, seconds=None):
+        self.process.join(seconds)
+        if self.process.is_alive():
+            raise subprocess.TimeoutExpired("a section", seconds)
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+def run(words):
+    os.setsid()
+    sys.exit(gpu.main(words))
+
+gpu.subprocess = types.SimpleNamespace(**vars(subprocess) | {{"Popen": Forked}})
 sys.exit(gpu.main())
 """
 LOGPROBS = ("sampled and recomputed", "shared and repeated prompts", "weft and transformers")
