@@ -49,7 +49,10 @@ sys.path[:0] = [{root!r}, {root!r} + "/src"]
 from benchmarks import gpu
 
 class Forked:
+    count = 0
+
     def __init__(self, words, **more):
+        Forked.count += 1
         assert words[1:3] == [gpu.__file__, "--section"]
         for name in ("transformers.models.llama.modeling_llama", "weft.engine.backends.torch", "weft.algorithms.grpo"):
             importlib.import_module(name)
@@ -71,7 +74,8 @@ def run(words):
     sys.exit(gpu.main(words))
 
 gpu.subprocess = types.SimpleNamespace(**vars(subprocess) | {{"Popen": Forked}})
-sys.exit(gpu.main())
+code = gpu.main()
+sys.exit(code if Forked.count else "no section was forked")
 """
 LOGPROBS = ("sampled and recomputed", "shared and repeated prompts", "weft and transformers")
 
