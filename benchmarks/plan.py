@@ -5,7 +5,6 @@ runs of every algorithm on at most two processes of one thread each.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import data, model, plan_clock, results
+from benchmarks import data, model, pairs, plan_clock, results
 from benchmarks.plan_cases import CASES, LARGE, SMALL, Case
 from weft.observe.memory import keep_freed_memory
 
@@ -113,8 +112,7 @@ def run_case_alone(
     case: Case, work: Path, source: Path, steps: int, profiles: Path | None
 ) -> dict[str, Any]:
     """Call `run_case` in a process of its own, whose memory no other run has used."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, keep_freed_memory) as pool:
+    with ProcessPoolExecutor(1, pairs.CONTEXT, keep_freed_memory) as pool:
         return pool.submit(run_case, case, work, source, steps, profiles).result()
 
 

@@ -1,5 +1,5 @@
-"""Run a benchmark as a program in a forked process, which has imported torch, and so are its sides
-and devices.
+"""Run a benchmark as a program in a forked process, which has imported torch, and so are its sides,
+runs and devices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from benchmarks import pairs
 from tests.processes import fork_server, inherit_fork_server
 from tests.runtime.forked_devices import ForkedLaunch, fork_devices
+from weft.observe.memory import keep_freed_memory
 
 DEADLINE = 600.0  # seconds
 
@@ -49,8 +50,17 @@ def _run(
     fork_devices(patch.setattr)
     # which benchmarks.runtime calls itself
     patch.setattr("weft.launch.cluster.launch_devices", ForkedLaunch)
+    # which benchmarks.plan calls first in the process of a run
+    patch.setattr("weft.observe.memory.keep_freed_memory", _prepare_run)
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _prepare_run() -> None:
+    """Let a run in a process of its own fork its devices, too."""
+    inherit_fork_server()
+    fork_devices(pytest.MonkeyPatch().setattr)
+    keep_freed_memory()
