@@ -79,6 +79,8 @@ SET = {
     "TERM": "xterm",
     "XLA_FLAGS": build_xla_flags(8),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    # torch's compiler would start a pool of processes, which import torch, for a few C++ files
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 
 # The environment as `prepare` made it; weft, Ray and fixtures set other variables afterwards.
