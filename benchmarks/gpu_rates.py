@@ -169,7 +169,7 @@ def estimate_case(case: Case, rates: DeviceRates) -> float:
     layers = network.shape.layers
     if case.phase == "decode":
         block, rest = times.compute_decode(case.batch, case.context)
-        messages = estimate_decode_messages(network, case.batch, mesh, rates)
+        messages = estimate_decode_messages(network, case.batch, mesh, rates, 0.0)
     else:
         tokens = case.batch * case.context
         block, rest = times.compute_prefill(tokens, case.context, case.batch)

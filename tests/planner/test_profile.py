@@ -166,7 +166,10 @@ def make_uneven(values: dict[str, Any]) -> None:
         (make_uneven, r"the profile is damaged \(ValueError: "),
         (lambda values: values.pop("format"), r"the profile is damaged \(KeyError: 'format'\)"),
         (lambda values: values.update(shape={}), r"the profile is damaged \(TypeError: "),
-        (lambda values: values.update(format=0), r"^[^(]*has format 0, and this version of weft reads 2"),
+        (
+            lambda values: values.update(format=0),
+            r"^[^(]*has format 0, and this version of weft reads 2",
+        ),
         (
             lambda values: values.update(torch="1.0"),
             r"was made with torch '1.0', and this machine has '2.13.0'",

@@ -343,26 +343,28 @@ def forecast(
                 on_gpu[name] = build_case(narrow, own, joined, GPU, leaves)
         # The parameters of a role that shares another one's base are counted there.
         if find_shared_base(experiment, role) is not None:
-            roles[role] = roles[role].without_weights()
+            roles[role] = roles[role].drop_weights()
             on_gpu.pop(role)
-    # Add the limits of KV caches.
-    calls = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
-    limits = {
-        call.name: limit
-        for call in calls
-        if (limit := _get_cache_limit(call, RoleDevice(device, capacity)))
-    }
     return MemoryForecast(
         roles,
         device.type,
         tuple(incomplete),
         baseline,
-        limits,
+        _list_cache_limits(experiment, RoleDevice(device, capacity)),
         on_gpu,
         experiment.num_devices,
         find_missing_packages(),
         call_memory,
     )
+
+
+def _list_cache_limits(experiment: Experiment, place: RoleDevice) -> dict[str, int]:
+    """Return the largest size of the KV cache in bytes, by the name of each call that generates."""
+    limits = {}
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate" and (limit := _get_cache_limit(call, place)):
+            limits[call.name] = limit
+    return limits
 
 
 def _collect_works(

@@ -309,7 +309,7 @@ class RoleMemory:
     def permanent(self) -> int:
         return self.parameters + self.masters + self.optimizer + self.resident_cache
 
-    def without_weights(self) -> RoleMemory:
+    def drop_weights(self) -> RoleMemory:
         """Return the memory of the role if it uses the weights of another role on the device."""
         return replace(self, parameters=0, masters=0, optimizer=0, gradients=0, away=0)
 

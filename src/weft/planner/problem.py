@@ -220,7 +220,7 @@ class PlacementProblem:
         case = self.build_memory_case(role, mesh, calls, own=own)
         held = estimate(case.shape, case.settings, case.works)
         if shared:
-            held = held.without_weights()
+            held = held.drop_weights()
         return held.count_used_bytes(on_cpu=self.rates.cores is not None)
 
     def build_memory_case(

@@ -157,8 +157,8 @@ def with_expert_loads(
     for role, load in loads.items():
         if role in networks:
             networks[role] = replace(networks[role], expert_load=load)
-    found = forecast_placement(experiment, replace(forecast.problem, networks=networks))
-    return replace(found, notes=forecast.notes)
+    updated = forecast_placement(experiment, replace(forecast.problem, networks=networks))
+    return replace(updated, notes=forecast.notes)
 
 
 def forecast_placement(experiment: Experiment, problem: PlacementProblem) -> StepForecast:

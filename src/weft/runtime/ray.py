@@ -49,15 +49,13 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # for all device processes to start, including imports
 PLACE_SECONDS = 600.0  # for the cluster to have enough free devices
 POLL_SECONDS = 1.0  # a device without reports answers after this time
-# A silent device counts as dead after this many seconds, or after the shortest call deadline
-# if that is less.
+# A silent device counts as dead after this time, or the shortest call deadline if that is less.
 SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 ACTIVITY_SECONDS = 5.0  # for a device to report its activity; a frozen process does not
 LOCAL_RAYLET = "Ray's raylet on this machine"
-# Ray's head or raylet counts as lost if its port refuses connections for so long; after 60 s Ray
-# would end this process.
+# Ray's head or raylet is lost if its port refuses connections so long; Ray exits after 60 s.
 OWN_GONE_SECONDS = 2.0
 GONE_SECONDS = 20.0
 # Threads of an actor: one receives commands; the others serve tensors and reports while the device
@@ -302,9 +300,7 @@ class RayCluster:
     ) -> None:
         self._scratch = scratch
         # Processes of a private cluster have these variables from their node.
-        self.runtime_env = (
-            {} if scratch is not None else {"env_vars": build_heap_variables(os.environ)}
-        )
+        self.runtime_env = {} if scratch else {"env_vars": build_heap_variables(os.environ)}
         self._processes = set(processes)
         self.silent_s = SILENT_SECONDS
         context = ray.get_runtime_context()
@@ -355,8 +351,7 @@ class RayCluster:
         wanted = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            # remaining processes of a cluster without head end after this time
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then processes without head end
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         try:
