@@ -16,7 +16,7 @@ from weft.planner.cost import (
     CallWorkload,
     estimate_call_seconds,
     estimate_role_memory,
-    estimate_transfer_seconds,
+    estimate_transfers,
 )
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
@@ -212,8 +212,8 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known) -
             both = [*mesh.ranks, *meshes[trainer].ranks]
             key = (role, meshes[trainer], mesh)
             if key not in known:
-                known[key] = estimate_transfer_seconds(
-                    problem.networks[role], meshes[trainer], mesh, _get_rates(problem, both)
+                (known[key],) = estimate_transfers(
+                    problem.networks[role], meshes[trainer], [mesh], _get_rates(problem, both)
                 )
             moves = known[key]
             senders = meshes[trainer].ranks if moves else ()

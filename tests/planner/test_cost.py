@@ -12,7 +12,7 @@ from weft.planner.cost import (
     estimate_call,
     estimate_call_seconds,
     estimate_role_memory,
-    estimate_transfer_seconds,
+    estimate_transfers,
 )
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.topology import Layout, Mesh
@@ -370,19 +370,19 @@ def test_parts_add_up_to_the_call() -> None:
 
 def test_weights_that_are_there_are_not_moved() -> None:
     whole = PARAMETERS * 4 / 1e9
-    assert estimate_transfer_seconds(TRAINED, mesh("d2"), mesh("d2"), RATES) == 0.0
-    assert estimate_transfer_seconds(TRAINED, mesh("t2"), mesh("d2"), RATES) == pytest.approx(
+    assert estimate_transfers(TRAINED, mesh("d2"), [mesh("d2")], RATES)[0] == 0.0
+    assert estimate_transfers(TRAINED, mesh("t2"), [mesh("d2")], RATES)[0] == pytest.approx(
         whole / 2, rel=1e-12
     )
-    assert estimate_transfer_seconds(TRAINED, mesh("d2"), mesh("t2"), RATES) == 0.0
-    assert estimate_transfer_seconds(TRAINED, mesh("d1"), mesh("d1", 1), RATES) == pytest.approx(
+    assert estimate_transfers(TRAINED, mesh("d2"), [mesh("t2")], RATES)[0] == 0.0
+    assert estimate_transfers(TRAINED, mesh("d1"), [mesh("d1", 1)], RATES)[0] == pytest.approx(
         whole, rel=1e-12
     )
-    assert estimate_transfer_seconds(TRAINED, mesh("d1"), mesh("d2", 2), RATES) == pytest.approx(
+    assert estimate_transfers(TRAINED, mesh("d1"), [mesh("d2", 2)], RATES)[0] == pytest.approx(
         2 * whole, rel=1e-12
     )  # both from one
     adapters = with_adapters(TRAINED, 1000)
-    assert estimate_transfer_seconds(adapters, mesh("d1"), mesh("d1", 1), RATES) == pytest.approx(
+    assert estimate_transfers(adapters, mesh("d1"), [mesh("d1", 1)], RATES)[0] == pytest.approx(
         4e-6, rel=1e-12
     )
 

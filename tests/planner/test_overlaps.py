@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.decoders import decoder, with_settings
 from weft.errors import ConfigError
-from weft.planner.cost import estimate_transfer_seconds
+from weft.planner.cost import estimate_transfers
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.overlaps import compute_lacked_elements
@@ -117,9 +117,9 @@ def test_what_devices_lack_is_what_the_executed_plan_moves(tied: bool, experts: 
             itemsize=dict.fromkeys(every, 1),
             node_of=node_of,
         )
-        lacked = compute_lacked_elements(network, source, target, RATES.per_node)
+        lacked = compute_lacked_elements(network, source, [target], RATES.per_node)
         received = np.array([moved.received[rank] for rank in target.ranks], float)
-        offs.append(np.abs(lacked.missing - received).max() / total)
+        offs.append(np.abs(lacked.missing[0] - received).max() / total)
         crossing.append((float(lacked.crossing.sum()) - moved.across) / total)
     off = np.array(offs)
     assert np.mean(off < 1e-3) >= 0.75 and off.mean() < 0.015 and off.max() < 0.15
@@ -136,19 +136,19 @@ def test_layers_are_those_of_the_stages() -> None:
         active=100,
     )
     lacked = compute_lacked_elements(
-        network, Mesh(Layout(), (0,)), Mesh(Layout(pipeline=2), (0, 1)), 4
+        network, Mesh(Layout(), (0,)), [Mesh(Layout(pipeline=2), (0, 1))], 4
     )
     # 800 elements in four layers: three of them and the embedding, one of them and the head
-    assert lacked.missing.tolist() == [0.0, 200 + 100]
+    assert lacked.missing[0].tolist() == [0.0, 200 + 100]
 
 
 def test_shards_are_parts_of_what_a_tensor_rank_has() -> None:
     """Two tensor ranks keep half of what they have; two devices that have nothing get the rest."""
     network, _, _ = build()
     tensor, shards = Mesh(Layout(tensor=2), (0, 1)), Mesh(Layout(2, 2, 2), (0, 1, 2, 3))
-    lacked = compute_lacked_elements(network, tensor, shards, 4)
+    lacked = compute_lacked_elements(network, tensor, [shards], 4)
     quarter = network.shape.parameters / 4
-    assert lacked.missing.tolist() == pytest.approx([0.0, 0.0, quarter, quarter])
+    assert lacked.missing[0].tolist() == pytest.approx([0.0, 0.0, quarter, quarter])
 
 
 def test_the_busiest_link_sets_the_time() -> None:
@@ -156,14 +156,27 @@ def test_the_busiest_link_sets_the_time() -> None:
     whole = network.shape.parameters * 4
     one, four = Mesh(Layout(), (0,)), Mesh(Layout(data=4, fsdp=1), (0, 1, 2, 3))
     # Three copies leave one device.
-    assert estimate_transfer_seconds(network, one, four, RATES) == pytest.approx(3 * whole / 1e9)
-    assert estimate_transfer_seconds(network, four, one, RATES) == 0.0
+    assert estimate_transfers(network, one, [four], RATES)[0] == pytest.approx(3 * whole / 1e9)
+    assert estimate_transfers(network, four, [one], RATES)[0] == 0.0
     # Devices of another machine receive over the network, from four devices or from one.
     away = Mesh(Layout(data=2, fsdp=1), (4, 5))
-    assert estimate_transfer_seconds(network, four, away, RATES) == pytest.approx(whole / 1e8)
-    assert estimate_transfer_seconds(network, one, away, RATES) == pytest.approx(2 * whole / 1e8)
+    assert estimate_transfers(network, four, [away], RATES)[0] == pytest.approx(whole / 1e8)
+    assert estimate_transfers(network, one, [away], RATES)[0] == pytest.approx(2 * whole / 1e8)
     # The first has half of the network, and a device of its machine the other half.
     halves, mixed = Mesh(Layout(tensor=2), (2, 3)), Mesh(Layout(data=2, fsdp=1), (3, 4))
-    lacked = compute_lacked_elements(network, halves, mixed, 4)
-    assert lacked.missing.tolist() == pytest.approx([whole / 8, whole / 4])
-    assert lacked.crossing.tolist() == pytest.approx([0.0, whole / 4])
+    lacked = compute_lacked_elements(network, halves, [mixed], 4)
+    assert lacked.missing[0].tolist() == pytest.approx([whole / 8, whole / 4])
+    assert lacked.crossing[0].tolist() == pytest.approx([0.0, whole / 4])
+
+
+def test_several_targets_are_estimated_as_each_one() -> None:
+    network, _, _ = build()
+    random_ = random.Random(5)
+    for _ in range(20):
+        source = Mesh(Layout(data=2, fsdp=2, tensor=2), tuple(range(4, 8)))
+        layout = random_.choice((Layout(tensor=2, pipeline=2), Layout(data=4, fsdp=2)))
+        starts = [random_.randrange(12) for _ in range(5)]
+        targets = [Mesh(layout, tuple(range(start, start + 4))) for start in starts]
+        together = estimate_transfers(network, source, targets, RATES)
+        alone = [estimate_transfers(network, source, [target], RATES)[0] for target in targets]
+        assert together == alone

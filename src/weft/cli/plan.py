@@ -61,8 +61,9 @@ MEMORY_EPILOG = """examples:
 DEFAULT_DEVICES = (1, 2, 4, 8)
 COST_SUMMARY = "which GPUs a run fits, how long it takes on them, and for how much"
 COST_EPILOG = """Times are estimates; search.prompt_tokens and search.answer_tokens set the lengths. Calls are placed
-by search on each number of GPUs; allocation_mode=heuristic, or a layout or plan file on as many GPUs as it has, is heeded. More
-than a machine's GPUs (n_gpus_per_node, or 8) are whole machines.
+by search on each number of GPUs, or by allocation_mode=heuristic; a layout or plan file in
+allocation_mode is used for the number of GPUs that it names. More GPUs than a machine has
+(n_gpus_per_node, or 8) are whole machines.
 
 examples:
   weft plan cost sft model.path=Qwen/Qwen3-8B dataset.train_path=sft.jsonl --price H100=2.5 --price A100=1.4 --steps 1000

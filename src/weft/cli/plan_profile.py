@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
 
 
 def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds that messages within calls take besides, from a profile's contents."""
+    """Return the extra seconds of messages within calls, from a profile's contents."""
     from weft.engine.device import count_cores
     from weft.engine.measure import shorten
 
@@ -249,7 +249,9 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
             f"{links['startup_seconds']:.1f} s"
         )
     for kind, seconds in contents["waits"].items():
-        lines.append(f"messages of {KINDS[kind]} take {1e6 * seconds:.0f} us more within a call")
+        lines.append(
+            f"each message of {KINDS[kind]} takes {1e6 * seconds:.0f} us more within a call"
+        )
     lines += _format_errors(times, held_out)
     return lines
 

@@ -152,7 +152,8 @@ def read_host_times(run: str, experiment: Experiment) -> tuple[dict[str, float],
     """Return what an earlier run of the experiment measured.
 
     This is the median seconds a step of each host function, and the median load of each role's
-    experts. Raises `ConfigError` if there is no such run, or if it has neither.
+    experts. Raises `ConfigError` if there is no such run, or if it has no times of the host
+    functions of the experiment.
     """
     from weft.cli.named_run import RUNS, find_run, open_root
     from weft.observe.expert_loads import read_expert_loads

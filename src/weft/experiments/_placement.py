@@ -217,7 +217,7 @@ def _find_rates(
     if not on_gpu:
         whole = float(read_memory_bytes(torch.device("cpu")))
         if memory is None:
-            memory = 0.9 * whole / GIB / per_node
+            memory = whole / GIB / per_node
         rates = estimate_cpu_rates(count_cores(), memory, per_node, read_thread_limit())
         return replace(rates, memory=whole)
     # GPUs: look up the type that is set, or that of this machine.

@@ -45,6 +45,7 @@ from weft.planner.cost import SLOT
 from weft.planner.devices import (
     GIB,
     GPU_SIZES,
+    RESERVED_GIB,
     find_gpu_rates,
     get_usable_memory,
     subtract_reserved,
@@ -404,7 +405,10 @@ def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
     limit_gb = call.args.get("kv_cache_gb")
     device = place.device
     if device.type == "cuda" and device.index is None:
-        least = None if place.capacity is None else int(KV_SHARE * place.capacity)
+        if place.capacity is None:
+            least = None
+        else:
+            least = int(KV_SHARE * (place.capacity + RESERVED_GIB * GIB))
         return least if limit_gb is None else int(limit_gb * GIB)
     return compute_kv_bytes(device, limit_gb)
 

@@ -110,6 +110,9 @@ def compare_devices(
             f"search.gpu out, and name the kinds with --price"
         )
     machine = config.n_gpus_per_node or MACHINE
+    fixed = count_fixed_devices(config)
+    if fixed is not None:
+        counts = sorted({*counts, fixed})
     for count in counts:
         if count > machine and count % machine:
             raise ConfigError(
@@ -197,7 +200,9 @@ def describe_assumptions(config: RunConfig, options: Sequence[DeviceOption]) -> 
     left_out = "runs are without start-up, saving and evaluation"
     startups = [each.startup_seconds for each in options if each.startup_seconds is not None]
     if startups:
-        left_out = f"runs have {max(startups):.3g} s of start-up, and neither save nor evaluate"
+        left_out = (
+            f"runs have up to {max(startups):.3g} s of start-up, and neither save nor evaluate"
+        )
     return [*lines, placed, left_out]
 
 

@@ -20,8 +20,8 @@ class MetricHelp:
         pattern: glob pattern of the metric's name without the node
         group: heading under which the metric is listed
         what: meaning of the metric
-        unit: unit of the values, such as "s" or "share"; "" if there is none
-        healthy: description of the healthy range; "" if there is none
+        unit: unit of the values, such as "s" or "share", or ""
+        healthy: description of the healthy range, or ""
         least: values below this bound are reported as a problem of the run
         most: values above this bound are reported as a problem of the run
 

@@ -26,7 +26,7 @@ from weft.topology import Layout, Mesh
 def compute_waits(
     network: DecoderSizes, joined: Mapping[str, Mapping[str, Any]], rates: DeviceRates, tensor: int
 ) -> dict[str, float]:
-    """Return the seconds that each message takes besides, by kind: "shards", "tensor", "decode".
+    """Return the extra seconds of each message within a call: of "shards", "tensor" and "decode".
 
     `joined` are the measured calls of two processes, `network` is the trained network that they
     hold, and `rates` have the profile that is to be completed, of one of `tensor` ranks, without
@@ -34,35 +34,36 @@ def compute_waits(
     """
     waits = {}
     shared = rates.share_cores(2, 2)
-    if tensor == 1 and "shards" in joined:
+    # GPUs hide a part of these messages behind computation.
+    if tensor == 1 and "shards" in joined and rates.kernels is None:
         values = joined["shards"]
         load = _build_load(values, 2 * values["sequences"])
         mesh = Mesh(Layout(data=2, fsdp=2), (0, 1))
-        alone, besides = (
+        without, with_wait = (
             estimate_shard_messages(network, mesh, shared, 1, trains=True, wait=wait)
             for wait in (0.0, 1.0)
         )
         estimated = estimate_call(network, load, mesh, shared).seconds
-        waits["shards"] = max(0.0, values["seconds"] - estimated) / (besides - alone)
+        waits["shards"] = max(0.0, values["seconds"] - estimated) / (with_wait - without)
     if tensor == 2 and "tensor" in joined:
         values = joined["tensor"]
         mesh = Mesh(Layout(tensor=2), (0, 1))
         load = _build_load(values, values["sequences"])
         size = PassSize(load.num_tokens, values["length"], load.num_tokens, trains=True)
-        alone, besides = (
+        without, with_wait = (
             estimate_pass_messages(network, size, mesh, shared, wait) for wait in (0.0, 1.0)
         )
         estimated = estimate_call(network, load, mesh, shared).seconds
-        waits["tensor"] = max(0.0, values["seconds"] - estimated) / (besides - alone)
+        waits["tensor"] = max(0.0, values["seconds"] - estimated) / (with_wait - without)
         values = joined["decode"]
         times = ComputeTimes(network, shared, mesh.layout)
         block, rest = times.compute_decode(values["sequences"], values["length"])
         computed = block.seconds * network.shape.layers + rest.seconds
-        alone, besides = (
+        without, with_wait = (
             estimate_decode_messages(network, values["sequences"], mesh, shared, wait)
             for wait in (0.0, 1.0)
         )
-        waits["decode"] = max(0.0, values["seconds"] - computed - alone) / (besides - alone)
+        waits["decode"] = max(0.0, values["seconds"] - computed - without) / (with_wait - without)
     return waits
 
 

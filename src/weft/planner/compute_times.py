@@ -124,7 +124,7 @@ class ComputeTimes:
         return self._profile is not None
 
     def get_wait(self, kind: str) -> float:
-        """Return the seconds that a message takes besides: of "shards", "tensor" or "decode"."""
+        """Return the extra seconds of a message within a call: "shards", "tensor" or "decode"."""
         return 0.0 if self._profile is None else self._profile.waits.get(kind, 0.0)
 
     # -- passes

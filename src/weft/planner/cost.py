@@ -10,8 +10,10 @@ call. Host functions are not part of a call. The functions are pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
 from weft.planner.decoder_sizes import DecoderSizes
@@ -227,31 +229,32 @@ def _estimate_batch(load: CallWorkload, mesh: Mesh) -> float:
     return load.batch_bytes / mesh.layout.data / BATCH_BANDWIDTH
 
 
-def estimate_transfer_seconds(
-    network: DecoderSizes, source: Mesh, target: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time to copy the weights trained on `source` to `target`, in seconds.
+def estimate_transfers(
+    network: DecoderSizes, source: Mesh, targets: Sequence[Mesh], rates: DeviceRates
+) -> list[float]:
+    """Return the seconds to copy the weights trained on `source` to each of `targets`.
 
-    The busiest link determines the time: that of the device which receives the most, or the links of
-    the devices of `source`, which send equal parts; both within machines and between them. If only
-    adapters are trained, only they are copied.
+    All targets have the same layout. The busiest link determines the time: that of the device which
+    receives the most, or the links of the devices of `source`, which send equal parts; both within
+    machines and between them. If only adapters are trained, only they are copied.
     """
-    lacked = compute_lacked_elements(network, source, target, rates.per_node)
+    lacked = compute_lacked_elements(network, source, targets, rates.per_node)
     width = network.element_bytes
     near = width * (lacked.missing - lacked.crossing)
     far = width * lacked.crossing
-    seconds = 0.0
+    seconds = [0.0] * len(targets)
     for received, ranks in ((near, (0,)), (far, (0, rates.per_node))):
-        most = max(float(received.max()), float(received.sum()) / len(source.ranks))
-        if most > 0:
-            seconds = max(seconds, rates.time_send(most, ranks))
+        sent = received.sum(axis=1) / len(source.ranks)
+        for number, most in enumerate(np.maximum(received.max(axis=1), sent).tolist()):
+            if most > 0:
+                seconds[number] = max(seconds[number], rates.time_send(most, ranks))
     return seconds
 
 
 def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
     """Return the bytes of trained weights that each device of `target` lacks, by rank."""
-    lacked = compute_lacked_elements(network, source, target, len(target.ranks))
-    received = network.element_bytes * lacked.missing
+    lacked = compute_lacked_elements(network, source, [target], len(target.ranks))
+    received = network.element_bytes * lacked.missing[0]
     return dict(zip(target.ranks, received.tolist(), strict=True))
 
 

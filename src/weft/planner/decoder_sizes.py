@@ -30,7 +30,7 @@ EXPERT_LOAD = 1.6
 
 @lru_cache(maxsize=4096)
 def list_stage_layers(layers: int, head: float, layout: Layout) -> tuple[tuple[range, ...], ...]:
-    """Return the runs of layers of each pipeline rank; `head` is the output matrix in layers."""
+    """Return the runs of layers of each pipeline rank; `head` is the cost of the output matrix, in layers."""
     stages = min(layout.placement.num_stages, layers)
     runs: list[list[range]] = [[] for _ in range(layout.pipeline)]
     for stage in range(stages):
@@ -122,14 +122,14 @@ class DecoderSizes:
         copies = layout.expert * layout.expert_shards
         most = 0.0
         for layers, ends in self.count_stage_parts(layout, trainable=trainable):
-            in_layers = whole - experts - self.count_ends(trainable=trainable)
-            own = in_layers * layers / shape.layers + ends
-            own_experts = experts * layers / shape.layers
+            share = layers / (shape.layers - (self.frozen_layers if trainable else 0))
+            own = (whole - experts - self.count_ends(trainable=trainable)) * share + ends
+            own_experts = experts * share
             most = max(most, (own / layout.fsdp + own_experts / copies) / layout.tensor)
         return most
 
     def count_ends(self, *, trainable: bool = False) -> int:
-        """Return the number of elements of the embedding and of an output matrix of its own.
+        """Return the number of elements of the embedding, and of the output matrix if it is separate.
 
         With `trainable`, return the trained ones: none with adapters, and without the embedding if
         the first layers are frozen.
@@ -145,19 +145,21 @@ class DecoderSizes:
     ) -> list[tuple[int, int]]:
         """Return the numbers of layers and of elements at the ends of each pipeline rank.
 
+        With `trainable`, these are the layers that are not frozen, and trained elements.
         The first stage has the embedding, and the last one the output matrix or, if both are one, a
         copy of it.
         """
         shape = self.shape
         ends = self.count_ends(trainable=trainable)
+        frozen = self.frozen_layers if trainable else 0
         if layout.pipeline == 1:
-            return [(shape.layers, ends)]
+            return [(shape.layers - frozen, ends)]
         outputs = ends if shape.tied else min(ends, self.outputs)
         embedding = ends if shape.tied else ends - outputs
         head = self.outputs / max(1, self.active) if shape.vocab > 1 else 0.0
         parts = []
         for rank, runs in enumerate(list_stage_layers(shape.layers, head, layout)):
-            layers = sum(len(run) for run in runs)
+            layers = sum(max(0, run.stop - max(run.start, frozen)) for run in runs)
             first = embedding if rank == layout.placement.get_rank(0) else 0
             last = outputs if rank == layout.placement.last_rank else 0
             both = max(first, last) if shape.tied else first + last

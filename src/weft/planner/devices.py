@@ -298,7 +298,7 @@ def find_gpu_rates(
             f"like it ({hint})"
         )
     half, single, memory, _, link = GPUS[gpu]
-    usable = get_usable_memory(gpu)
+    usable = get_usable_memory(gpu) if memory_gb is None else memory_gb
     peak = 1e12 * (half if dtype in ("bfloat16", "float16") else single)
     return DeviceRates(
         name=gpu,
@@ -308,7 +308,7 @@ def find_gpu_rates(
         network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
         launch=GPU_LAUNCH,
-        capacity=(usable if memory_gb is None else memory_gb) * GIB,
+        capacity=usable * GIB,
         memory=(usable + RESERVED_GIB) * GIB,
         most_sequences=512,
         per_node=per_node,
@@ -323,9 +323,10 @@ def find_gpu_rates(
 def is_named(gpu: str, name: str) -> bool:
     """Return whether a name such as "NVIDIA H100 80GB HBM3" has `gpu`, such as "H100", as a word.
 
-    Letters and digits belong to a word: `XH100Y` and `H1000` are other GPUs.
+    Letters and digits belong to a word: `XH100Y` and `H1000` are other GPUs, and `RTX4090` alone is
+    read as two words.
     """
-    word = rf"(?<![A-Za-z0-9]){re.escape(gpu)}(?![A-Za-z0-9])"
+    word = rf"(?<![A-Za-z0-9])(?:RTX)?{re.escape(gpu)}(?![A-Za-z0-9])"
     return re.search(word, name, re.IGNORECASE) is not None
 
 

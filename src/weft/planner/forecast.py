@@ -65,7 +65,7 @@ class MemoryForecast:
     cache_limits: Mapping[str, int] = field(default_factory=dict)
     # cases for the same roles on a GPU
     on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
-    num_devices: int = 1  # devices of the run; several on CPUs are processes apart
+    num_devices: int = 1  # devices of the run; several on CPUs are separate processes
     missing: Collection[str] = ()  # packages of `EXTRAS` that are not installed
     # memory of each call of a model whose sizes are known
     calls: Mapping[str, CallMemory] = field(default_factory=dict)

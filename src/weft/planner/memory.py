@@ -186,8 +186,8 @@ class MemorySettings:
         optimizer: Type of the optimizer.
         recompute: Interval n if every n-th layer is recomputed in the backward pass; 0 if none is.
         offload_optimizer: True if master weights and optimizer state are always in host memory.
-        chunk_rows: Number of tokens whose logits are in memory at the same time, at least.
-        chunk_cells: Number of these logits, if more tokens have no more.
+        chunk_rows: Number of tokens whose logits are always computed together.
+        chunk_cells: More tokens are computed together up to this number of logits.
         weights_leave: True if weights are in host memory between the role's calls.
         optimizer_leaves: True if optimizer state is in host memory between the role's calls.
         packs: True if matrix products copy their right operand into another format (float32 on CPUs

@@ -44,7 +44,9 @@ class PlacementCosts(Protocol):
     def is_trained(self, role: str) -> bool: ...
     def count_processes(self, size: int, started: int) -> tuple[int, int]: ...
     def estimate_call(self, call: str, mesh: Mesh, started: int) -> CallEstimate: ...
-    def estimate_transfer(self, role: str, source: Mesh, target: Mesh) -> float: ...
+    def estimate_transfers(
+        self, role: str, source: Mesh, targets: Sequence[Mesh]
+    ) -> list[float]: ...
     def estimate_memory(
         self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool, shared: bool
     ) -> tuple[float, float]: ...
@@ -175,12 +177,17 @@ class TransferTable:
         sources = np.broadcast_to(sources, chosen.shape)[chosen]
         targets = np.broadcast_to(targets, chosen.shape)[chosen]
         added, firsts = np.unique(keys, return_index=True)
-        seconds = []
-        for first in firsts:
-            source, target = meshes[sources[first]], meshes[targets[first]]
-            seconds.append(self._problem.estimate_transfer(self._role, source, target))
+        # Most of an estimate's work is the same for all targets with one layout.
+        groups: dict[tuple[int, Layout], list[int]] = {}
+        for number, first in enumerate(firsts):
+            layout = meshes[targets[first]].layout
+            groups.setdefault((int(sources[first]), layout), []).append(number)
+        seconds = np.zeros(len(firsts))
+        for (source, _), members in groups.items():
+            group = [meshes[targets[firsts[number]]] for number in members]
+            seconds[members] = self._problem.estimate_transfers(self._role, meshes[source], group)
         all_keys = np.concatenate([self._keys, added])
-        all_seconds = np.concatenate([self._seconds, np.array(seconds)])
+        all_seconds = np.concatenate([self._seconds, seconds])
         order = np.argsort(all_keys)
         self._keys = all_keys[order]
         self._seconds = all_seconds[order]

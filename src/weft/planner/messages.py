@@ -48,7 +48,7 @@ def estimate_pass_messages(
     """Return the seconds of a micro-batch's messages on one rank, but for those between stages.
 
     These are sums of tensor parallelism, keys and values of context parallelism, and rows for the
-    experts of other ranks. Each sum takes `wait` seconds besides.
+    experts of other ranks. Each sum takes `wait` extra seconds.
     """
     layout = mesh.layout
     shape = network.shape
@@ -107,7 +107,7 @@ def estimate_shard_messages(
 ) -> float:
     """Return the seconds of gathering and scattering sharded tensors, block by block.
 
-    `parts` is the number of micro-batches of a minibatch. Each message takes `wait` seconds besides.
+    `parts` is the number of micro-batches of a minibatch. Each message takes `wait` extra seconds.
     The rank is one of a pipeline's first or last stage or, without `has_ends`, of one between them.
     """
     layout = mesh.layout
@@ -146,7 +146,7 @@ def estimate_decode_messages(
     """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
 
     These are two sums in each layer, and three exchanges for the softmax and the draw. Each takes
-    `wait` seconds besides. Experts are gathered before a generation.
+    `wait` extra seconds. Experts are gathered before a generation.
     """
     size = mesh.layout.tensor
     if size == 1:

@@ -8,6 +8,7 @@ or of gate and up) count as one matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class LackedElements(NamedTuple):
-    """Elements that the devices of a mesh lack, float64 [devices] in the order of the mesh.
+    """Elements that the devices of meshes lack, float64 [meshes, devices] in the order of each mesh.
 
     Attributes:
         missing: Elements that a device needs and does not have.
@@ -33,7 +34,7 @@ class LackedElements(NamedTuple):
 
 
 class _DevicePositions(NamedTuple):
-    """Coordinates of devices in a mesh, int64 [devices] each; -1 if the mesh does not have a device."""
+    """Coordinates of devices in a mesh, int64 of any shape; -1 if the mesh does not have a device."""
 
     data: Integers
     tensor: Integers
@@ -48,27 +49,29 @@ class _MatrixSlice(NamedTuple):
 
 
 def compute_lacked_elements(
-    network: DecoderSizes, source: Mesh, target: Mesh, per_node: int
+    network: DecoderSizes, source: Mesh, targets: Sequence[Mesh], per_node: int
 ) -> LackedElements:
-    """Return the trained elements that the devices of `target` lack if `source` has trained them.
+    """Return the trained elements that the devices of `targets` lack if `source` has trained them.
 
-    `per_node` is the number of devices of a machine.
+    All targets have the same layout. `per_node` is the number of devices of a machine.
     """
-    ranks = np.array(target.ranks, np.int64)
+    layout = targets[0].layout
+    ranks = np.array([target.ranks for target in targets], np.int64)
     here = _locate(source, ranks)
-    there = _locate(target, ranks)
+    positions = tuple(range(layout.num_devices))
+    there = _locate(Mesh(layout, positions), np.array(positions, np.int64))
     inside = here.data >= 0
-    needed = np.zeros(len(ranks))
-    present = np.zeros(len(ranks))
-    counts = _count_layers(network, source.layout, target.layout)
+    needed = np.zeros(ranks.shape)
+    present = np.zeros(ranks.shape)
+    counts = _count_layers(network, source.layout, layout)
     for kind, elements in _list_elements(network).items():
         own, common = counts["ends" if kind == "ends" else "blocks"]
         size = elements * own[there.pipeline]
-        part = np.ones(len(ranks))
-        overlap = np.ones(len(ranks))
+        part = np.ones(len(positions))
+        overlap = np.ones(ranks.shape)
         for a, b in zip(
             _list_slices(kind, source.layout, here),
-            _list_slices(kind, target.layout, there),
+            _list_slices(kind, layout, there),
             strict=True,
         ):
             part *= b.length
@@ -82,7 +85,7 @@ def compute_lacked_elements(
 
 
 def _locate(mesh: Mesh, ranks: Integers) -> _DevicePositions:
-    """Return the coordinates of devices in a mesh, whose ranks are ascending."""
+    """Return the coordinates in a mesh, whose ranks are ascending, of the devices `ranks`."""
     layout = mesh.layout
     own = np.array(mesh.ranks, np.int64)
     at = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
@@ -151,22 +154,22 @@ def _count_layers(
 
 def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_MatrixSlice]:
     """Return the rows and columns (for experts: also the experts) that devices have of a matrix."""
-    tensor = _MatrixSlice(at.tensor / layout.tensor, np.full(len(at.tensor), 1.0 / layout.tensor))
+    tensor = _MatrixSlice(at.tensor / layout.tensor, np.full(at.tensor.shape, 1.0 / layout.tensor))
     if kind.startswith("expert"):
         parts = layout.expert * layout.expert_shards
         number = at.data % layout.expert * layout.expert_shards
         number = number + at.data % layout.fsdp // layout.expert
-        experts = _MatrixSlice(number / parts, np.full(len(number), 1.0 / parts))
+        experts = _MatrixSlice(number / parts, np.full(number.shape, 1.0 / parts))
         return [experts, tensor]
     shard = at.data % layout.fsdp
     if kind == "columns":
-        rows = _MatrixSlice(shard / layout.fsdp, np.full(len(shard), 1.0 / layout.fsdp))
+        rows = _MatrixSlice(shard / layout.fsdp, np.full(shard.shape, 1.0 / layout.fsdp))
         return [rows, tensor]
     # Rows are divided over tensor ranks, and each part over shards.
     parts = layout.tensor * layout.fsdp
     number = at.tensor * layout.fsdp + shard
-    whole = _MatrixSlice(np.zeros(len(shard)), np.ones(len(shard)))
-    return [_MatrixSlice(number / parts, np.full(len(number), 1.0 / parts)), whole]
+    whole = _MatrixSlice(np.zeros(shard.shape), np.ones(shard.shape))
+    return [_MatrixSlice(number / parts, np.full(number.shape, 1.0 / parts)), whole]
 
 
 def _compute_distant_share(source: Mesh, ranks: Integers, per_node: int) -> Floats:
@@ -178,10 +181,9 @@ def _compute_distant_share(source: Mesh, ranks: Integers, per_node: int) -> Floa
     number = (at.pipeline * layout.tensor + at.tensor) * layout.fsdp + at.data % layout.fsdp
     parts = layout.tensor * layout.pipeline * layout.fsdp
     pairs = np.unique(np.stack([own // per_node, number]), axis=1)
-    nodes, counts = np.unique(pairs[0], return_counts=True)
-    held = dict(zip(nodes.tolist(), counts.tolist(), strict=True))
     inside = np.isin(ranks, own)
-    near = np.array([held.get(int(rank) // per_node, 0) for rank in ranks], np.float64)
+    nodes = ranks // per_node
+    near = np.bincount(pairs[0], minlength=int(nodes.max()) + 1)[nodes]
     # What a device has itself is not missing.
     lacked = np.maximum(parts - inside, 1)
     return 1.0 - np.minimum(1.0, np.maximum(0.0, near - inside) / lacked)

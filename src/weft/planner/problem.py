@@ -20,7 +20,7 @@ from weft.planner.cost import (
     build_memory_case,
     count_received_bytes,
     estimate_call,
-    estimate_transfer_seconds,
+    estimate_transfers,
 )
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
@@ -146,7 +146,7 @@ class PlacementProblem:
             role = self.units[unit].role
             source = meshes[self.home[role]]
             if self.is_trained(role) and source != meshes[unit]:
-                transfers[call] = self.estimate_transfer(role, source, meshes[unit])
+                (transfers[call],) = self.estimate_transfers(role, source, [meshes[unit]])
                 received = count_received_bytes(self.networks[role], source, meshes[unit])
                 moved[call] = sum(received.values())
         return PlacementEstimate(
@@ -202,10 +202,19 @@ class PlacementProblem:
         """
         return min(size, self.rates.per_node), min(started, self.rates.per_node)
 
-    def estimate_transfer(self, role: str, source: Mesh, target: Mesh) -> float:
-        """Return the time to copy newly trained weights to another mesh, in seconds."""
-        rates = self.list_rates(source, target)[0]
-        return estimate_transfer_seconds(self.networks[role], source, target, rates)
+    def estimate_transfers(self, role: str, source: Mesh, targets: Sequence[Mesh]) -> list[float]:
+        """Return the seconds to copy newly trained weights to each of `targets`.
+
+        All targets have the same layout. Kinds of device differ in their links.
+        """
+        network = self.networks[role]
+        if len(self.devices.groups) == 1:
+            return estimate_transfers(network, source, targets, self.rates)
+        seconds = []
+        for target in targets:
+            rates = self.list_rates(source, target)[0]
+            seconds += estimate_transfers(network, source, [target], rates)
+        return seconds
 
     def estimate_memory(
         self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool, shared: bool

@@ -220,7 +220,7 @@ class DecodeTimes:
 class ShapeTimes:
     """Measured times of one shape, dtype, tensor-parallel degree and number of threads.
 
-    `waits` are the seconds that messages take besides within calls, by kind
+    `waits` are the extra seconds of each message within a call, by kind
     (`weft.planner.calibration`).
     """
 

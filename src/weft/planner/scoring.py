@@ -187,7 +187,10 @@ class PlacementScorer:
         return float(used + self._count_process_bytes(columns)[0])
 
     def _count_process_bytes(self, columns: Columns) -> Floats:
-        """Return the bytes that a device takes besides its roles, or the least of it."""
+        """Return the bytes that a device takes besides its roles.
+
+        This is a lower bound if units are not placed yet.
+        """
         on_cpu = self.problem.rates.cores is not None
         ends: Integers = np.ones(1, np.int64)
         for numbers in columns:

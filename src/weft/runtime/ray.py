@@ -351,7 +351,7 @@ class RayCluster:
         wanted = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then processes without head end
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then they end without head
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         try:

@@ -34,6 +34,7 @@ from weft.errors import ConfigError, NotFinite
 from weft.kernels import put
 from weft.models.network.moe import MoEAuxLoss, take_expert_loads
 from weft.models.network.packed import RowGradient
+from weft.observe.expert_loads import EXPERT_LOAD
 
 T = TypeVar("T")
 Veto = Callable[[Mapping[str, float]], str | None]
@@ -42,7 +43,6 @@ SHOWN = 8  # maximum number of sample ids in an error message
 # trained rows, to find out whether there is anything to train.
 SEQUENCES = "sequences of the minibatch"
 TRAINED = "trained rows of the minibatch"
-EXPERT_LOAD = "expert_load"  # metric: tokens of the busiest expert, relative to the mean
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 # outputs to which the declaration `Loss.by_row` applies
 BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
