@@ -9,6 +9,7 @@ or of gate and up) count as one matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +59,7 @@ def compute_lacked_elements(
     layout = targets[0].layout
     ranks = np.array([target.ranks for target in targets], np.int64)
     here = _locate(source, ranks)
-    positions = tuple(range(layout.num_devices))
-    there = _locate(Mesh(layout, positions), np.array(positions, np.int64))
+    there = _list_positions(layout)
     inside = here.data >= 0
     needed = np.zeros(ranks.shape)
     present = np.zeros(ranks.shape)
@@ -67,11 +67,11 @@ def compute_lacked_elements(
     for kind, elements in _list_elements(network).items():
         own, common = counts["ends" if kind == "ends" else "blocks"]
         size = elements * own[there.pipeline]
-        part = np.ones(len(positions))
+        part = np.ones(layout.num_devices)
         overlap = np.ones(ranks.shape)
         for a, b in zip(
             _list_slices(kind, source.layout, here),
-            _list_slices(kind, layout, there),
+            _list_all_slices(kind, layout),
             strict=True,
         ):
             part *= b.length
@@ -81,7 +81,9 @@ def compute_lacked_elements(
         both = elements * common[here.pipeline, there.pipeline]
         present += np.where(inside, both * overlap, 0.0)
     missing = np.maximum(0.0, needed - present)
-    return LackedElements(missing, missing * _compute_distant_share(source, ranks, per_node))
+    return LackedElements(
+        missing, missing * _compute_distant_share(source, ranks, inside, per_node)
+    )
 
 
 def _locate(mesh: Mesh, ranks: Integers) -> _DevicePositions:
@@ -93,6 +95,19 @@ def _locate(mesh: Mesh, ranks: Integers) -> _DevicePositions:
     rest, tensor = np.divmod(at, layout.tensor)
     pipeline, data = np.divmod(rest // layout.context, layout.data)
     return _DevicePositions(*(np.where(known, each, -1) for each in (data, tensor, pipeline)))
+
+
+@lru_cache(maxsize=4096)
+def _list_positions(layout: Layout) -> _DevicePositions:
+    """Return the coordinates of all devices of a layout."""
+    ranks = tuple(range(layout.num_devices))
+    return _locate(Mesh(layout, ranks), np.array(ranks, np.int64))
+
+
+@lru_cache(maxsize=4096)
+def _list_all_slices(kind: str, layout: Layout) -> list[_MatrixSlice]:
+    """Return what all devices of a layout have of a matrix, see `_list_slices`."""
+    return _list_slices(kind, layout, _list_positions(layout))
 
 
 def _list_elements(network: DecoderSizes) -> dict[str, float]:
@@ -130,26 +145,38 @@ def _count_layers(
     """
     shape = network.shape
     head = network.outputs / max(1, network.active) if shape.vocab > 1 else 0.0
-    blocks = []
-    for layout in (source, target):
-        has = np.zeros((layout.pipeline, shape.layers))
-        for rank, runs in enumerate(list_stage_layers(shape.layers, head, layout)):
-            for run in runs:
-                has[rank, run.start : run.stop] = 1.0
-        blocks.append(has)
-    ends = []
-    for layout in (source, target):
-        # The first stage has the embedding, and the last one the output matrix or, if both are one,
-        # a copy of it.
-        has = np.zeros((layout.pipeline, 2))
-        has[layout.placement.get_rank(0), 0] = 1.0
-        if shape.vocab > 1:
-            has[layout.placement.last_rank, 0 if shape.tied else 1] = 1.0
-        ends.append(has)
+    has_layers = [_mark_layers(shape.layers, head, layout) for layout in (source, target)]
+    has_ends = [
+        _mark_ends(layout, tied=shape.tied, scores=shape.vocab == 1) for layout in (source, target)
+    ]
     return {
-        "blocks": (blocks[1].sum(1), blocks[0] @ blocks[1].T),
-        "ends": (ends[1].sum(1), ends[0] @ ends[1].T),
+        "blocks": (has_layers[1].sum(1), has_layers[0] @ has_layers[1].T),
+        "ends": (has_ends[1].sum(1), has_ends[0] @ has_ends[1].T),
     }
+
+
+@lru_cache(maxsize=4096)
+def _mark_layers(layers: int, head: float, layout: Layout) -> Floats:
+    """Return 1 for each layer that a pipeline rank has, else 0, [pipeline ranks, layers]."""
+    has = np.zeros((layout.pipeline, layers))
+    for rank, runs in enumerate(list_stage_layers(layers, head, layout)):
+        for run in runs:
+            has[rank, run.start : run.stop] = 1.0
+    return has
+
+
+@lru_cache(maxsize=4096)
+def _mark_ends(layout: Layout, *, tied: bool, scores: bool) -> Floats:
+    """Return 1 for the embedding and the output matrix that a pipeline rank has, else 0.
+
+    The first stage has the embedding, and the last one the output matrix or, if both are one, a
+    copy of it. float64 [pipeline ranks, 2].
+    """
+    has = np.zeros((layout.pipeline, 2))
+    has[layout.placement.get_rank(0), 0] = 1.0
+    if not scores:
+        has[layout.placement.last_rank, 0 if tied else 1] = 1.0
+    return has
 
 
 def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_MatrixSlice]:
@@ -172,18 +199,29 @@ def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_Matri
     return [_MatrixSlice(number / parts, np.full(number.shape, 1.0 / parts)), whole]
 
 
-def _compute_distant_share(source: Mesh, ranks: Integers, per_node: int) -> Floats:
-    """Return the share of what a device lacks that no device of `source` in its machine has."""
+def _compute_distant_share(
+    source: Mesh, ranks: Integers, inside: npt.NDArray[np.bool_], per_node: int
+) -> Floats:
+    """Return the share of what a device lacks that no device of `source` in its machine has.
+
+    `inside` is True for devices of `source`.
+    """
     layout = source.layout
-    own = np.array(source.ranks, np.int64)
-    at = _locate(source, own)
-    # Distinct parts of the network in each machine
-    number = (at.pipeline * layout.tensor + at.tensor) * layout.fsdp + at.data % layout.fsdp
     parts = layout.tensor * layout.pipeline * layout.fsdp
-    pairs = np.unique(np.stack([own // per_node, number]), axis=1)
-    inside = np.isin(ranks, own)
     nodes = ranks // per_node
-    near = np.bincount(pairs[0], minlength=int(nodes.max()) + 1)[nodes]
+    held = _count_held_parts(source, per_node)
+    near = np.where(nodes < len(held), held[np.minimum(nodes, len(held) - 1)], 0)
     # What a device has itself is not missing.
     lacked = np.maximum(parts - inside, 1)
     return 1.0 - np.minimum(1.0, np.maximum(0.0, near - inside) / lacked)
+
+
+@lru_cache(maxsize=4096)
+def _count_held_parts(source: Mesh, per_node: int) -> Integers:
+    """Return how many distinct parts of the network each machine has, up to the last one in use."""
+    layout = source.layout
+    own = np.array(source.ranks, np.int64)
+    at = _locate(source, own)
+    number = (at.pipeline * layout.tensor + at.tensor) * layout.fsdp + at.data % layout.fsdp
+    pairs = np.unique(np.stack([own // per_node, number]), axis=1)
+    return np.bincount(pairs[0])
