@@ -170,7 +170,7 @@ def test_keys_and_values_take_a_quarter_of_the_gpu_at_most(folder: Path) -> None
         64,
     )
     lines = dry_run(grpo, data=False)
-    assert "memory of actor_gen: keys and values in at most 19.40 GiB (gen.kv_cache_gb)" in lines
+    assert "memory of actor_gen: keys and values in at most 19.77 GiB (gen.kv_cache_gb)" in lines
     assert any(line.startswith("ref: ") for line in lines) and any(
         "with adapters off" in line for line in lines
     )

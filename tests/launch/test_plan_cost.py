@@ -142,6 +142,8 @@ def test_a_layout_is_priced_on_as_many_gpus_as_it_has(
     fixed = find_rows("allocation_mode=t4")
     assert fixed[0] != searched[0] and fixed[1].split()[3] == searched[1].split()[3]
     assert fixed[3].endswith("; 4 as allocation_mode=t4 says") and "says" not in searched[3]
+    # It is a row of its own where `--devices` does not name its number.
+    assert find_rows("allocation_mode=t2")[0].startswith("2 x H100")
     assert main([*words, "--price", "H100=1", "--devices", "4", "allocation_mode=x4"]) == 2
     assert "'x' is unknown" in capsys.readouterr().err
 

@@ -21,6 +21,8 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
         and find_gpu_rates("NVIDIA L4", "float32").name == "L4"
     )
     assert find_gpu_rates("h100", "float32", memory_gb=10).capacity == 10 * GIB
+    # An A100 of 40 GB: the whole memory, of which a run gives a share to its KV cache
+    assert find_gpu_rates("A100", "bfloat16", memory_gb=37.9).memory == pytest.approx(39.4 * GIB)
     assert find_gpu_rates("h100", "float32").flops < found.flops / 10
     with pytest.raises(ConfigError, match=r"search.gpu='H101': .*did you mean H100"):
         find_gpu_rates("H101", "bfloat16")
@@ -40,6 +42,7 @@ def test_a_name_within_another_word_is_another_gpu(name: str) -> None:
         ("NVIDIA H100 NVL", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA GeForce RTX 4090", "4090"),
+        ("RTX4090", "4090"),
         ("Tesla V100-SXM2-16GB", "V100"),
     ],
 )
