@@ -98,7 +98,11 @@ def test_frozen_layers_are_not_trained_where_they_are() -> None:
     """Two of four layers are frozen, so that the second of two stages trains the others and a head."""
     shape = replace(SMALL.shape, trainable=2 * LAYER + ENDS)
     network = replace(SMALL, shape=shape, frozen_layers=2)
-    for layout, trained in (("d1", 2 * LAYER + ENDS), ("p2", 2 * LAYER + ENDS), ("p4", LAYER + ENDS)):
+    for layout, trained in (
+        ("d1", 2 * LAYER + ENDS),
+        ("p2", 2 * LAYER + ENDS),
+        ("p4", LAYER + ENDS),
+    ):
         found = network.count_stored_parameters(Layout.parse(layout), trainable=True)
         assert found == trained, layout
 

@@ -12,7 +12,7 @@ from tests.planner.decoders import decoder, with_settings
 from weft.errors import ConfigError
 from weft.planner.cost import estimate_transfers
 from weft.planner.decoder_sizes import DecoderSizes
-from weft.planner.devices import GIB, DeviceRates
+from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.planner.overlaps import compute_lacked_elements
 from weft.realloc.plan import count_traffic, holdings_of, plan
 from weft.topology import Layout, Mesh
@@ -180,3 +180,13 @@ def test_several_targets_are_estimated_as_each_one() -> None:
         together = estimate_transfers(network, source, targets, RATES)
         alone = [estimate_transfers(network, source, [target], RATES)[0] for target in targets]
         assert together == alone
+
+
+def test_a_cpu_packs_messages_besides_sending_them() -> None:
+    network, _, _ = build()
+    whole = network.shape.parameters * 4
+    one, other = Mesh(Layout(), (0,)), Mesh(Layout(), (1,))
+    cpu = estimate_cpu_rates(2, 4.0, 2, 1)
+    (seconds,) = estimate_transfers(network, one, [other], cpu)
+    packing = (2 + 1 + 1 + 2) * whole / cpu.memory_bandwidth
+    assert seconds == pytest.approx(cpu.time_send(whole, (0,)) + packing)

@@ -38,6 +38,9 @@ from weft.topology import Layout, Mesh, compute_stage
 
 # Bytes per second at which a process gets a batch from another: pickled, over sockets
 BATCH_BANDWIDTH = 1e9
+# Reads and writes of a byte of new weights besides sending it: copied into a message and out of it,
+# and read for a checksum on both sides
+PACKING = 6
 # CUDA graphs of a generation, one for each of some batch sizes; a layer's kernels are started one by
 # one twice before a graph is captured, and meanwhile
 GRAPHS, RUNS_PER_GRAPH = 6, 3
@@ -236,7 +239,8 @@ def estimate_transfers(
 
     All targets have the same layout. The busiest link determines the time: that of the device which
     receives the most, or the links of the devices of `source`, which send equal parts; both within
-    machines and between them. If only adapters are trained, only they are copied.
+    machines and between them. If only adapters are trained, only they are copied. GPUs pack a message
+    while others are in flight; on CPUs, packing takes extra time.
     """
     lacked = compute_lacked_elements(network, source, targets, rates.per_node)
     width = network.element_bytes
@@ -247,7 +251,8 @@ def estimate_transfers(
         sent = received.sum(axis=1) / len(source.ranks)
         for number, most in enumerate(np.maximum(received.max(axis=1), sent).tolist()):
             if most > 0:
-                seconds[number] = max(seconds[number], rates.time_send(most, ranks))
+                copied = 0.0 if rates.cores is None else PACKING * most / rates.memory_bandwidth
+                seconds[number] = max(seconds[number], rates.time_send(most, ranks) + copied)
     return seconds
 
 
