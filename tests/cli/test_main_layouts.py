@@ -56,6 +56,8 @@ def log(fileroot: Path) -> str:
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Of float64 runs whose sums were made in another order."""
     for ours, theirs in zip(found, expected, strict=True):
+        for line in (ours, theirs):
+            line.pop("train/expert_load", None)  # each rank measures its own tokens
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
 
 

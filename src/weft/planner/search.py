@@ -70,6 +70,7 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     search = _PlacementSearch(problem)
     begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
     search.descend(begin)
+    search.keep_first_device()
     search.drop_candidates()
     low = search.try_all(search.movable, search.get_best(), FIRST_PLACEMENTS)
     if low is not None:
@@ -285,6 +286,20 @@ class _PlacementSearch:
         scores = self._scorer.score(columns)
         self._keep_best(columns, scores)
         return columns[unit], _round(scores)
+
+    def keep_first_device(self) -> None:
+        """Keep the placement of all units on the first device, if they can be placed there.
+
+        A run on this device alone starts no other process. Of devices that are otherwise equal, the
+        search tries only one.
+        """
+        numbers = []
+        for own in self._scorer.numbers:
+            at_first = (self._table.starts[own, 0] == 0) & (self._table.sizes[own] == 1)
+            if not at_first.any():
+                return
+            numbers.append(own[at_first][:1])
+        self._keep_best(numbers, self._scorer.score(numbers))
 
     def descend_in_pairs(self) -> None:
         """Move two units at a time to their best meshes, until no move improves the score."""
