@@ -70,6 +70,7 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     search = _PlacementSearch(problem)
     begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
     search.descend(begin)
+    # Equal devices are tried once, but only the first one alone starts no other process.
     search.keep_first_device()
     search.drop_candidates()
     low = search.try_all(search.movable, search.get_best(), FIRST_PLACEMENTS)
@@ -288,11 +289,7 @@ class _PlacementSearch:
         return columns[unit], _round(scores)
 
     def keep_first_device(self) -> None:
-        """Keep the placement of all units on the first device, if they can be placed there.
-
-        A run on this device alone starts no other process. Of devices that are otherwise equal, the
-        search tries only one.
-        """
+        """Keep the placement of all units on the first device, if they can be placed there."""
         numbers = []
         for own in self._scorer.numbers:
             at_first = (self._table.starts[own, 0] == 0) & (self._table.sizes[own] == 1)
