@@ -105,6 +105,10 @@ def test_frozen_layers_are_not_trained_where_they_are() -> None:
     ):
         found = network.count_stored_parameters(Layout.parse(layout), trainable=True)
         assert found == trained, layout
+    # With all layers frozen, only the output matrix is trained.
+    head = replace(SMALL, shape=replace(SMALL.shape, trainable=ENDS), frozen_layers=4)
+    for layout in ("d1", "p2"):
+        assert head.count_stored_parameters(Layout.parse(layout), trainable=True) == ENDS
 
 
 def tie(network: DecoderSizes) -> DecoderSizes:

@@ -101,11 +101,11 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def prepare_heaps() -> Iterator[None]:
-    """Set environment variables for the heaps of devices' processes that are started meanwhile.
+    """Set up the heaps of processes that are started within this context, by environment variables.
 
-    `keep_freed_memory` comes too late for a process that has threads: a thread keeps the arena with
-    which it began, and all arenas but the first consist of areas of 64 MiB, which large blocks fill
-    badly. Variables that the user has set stay as they are.
+    `keep_freed_memory` comes too late for a process that already has threads. Each thread has an
+    arena (a heap of its own), and all arenas but the first consist of areas of 64 MiB, of which two
+    large blocks can leave one half empty. Variables that the user has set stay as they are.
     """
     variables = build_heap_variables(os.environ)
     os.environ.update(variables)
@@ -123,16 +123,16 @@ def build_heap_variables(environment: Mapping[str, str]) -> dict[str, str]:
     frees many of them, and small blocks would take up part of the space that each leaves. Without
     huge pages, the page faults of such blocks would cost a quarter of a step.
     """
-    largest = HEAP[M_MMAP_THRESHOLD]
+    separate_size = HEAP[M_MMAP_THRESHOLD]  # of blocks that are outside of the heap, at least
     variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(HEAP[M_TRIM_THRESHOLD])}
     try:
         has_huge_pages = "[never]" not in HUGE_PAGES.read_text(encoding="ascii")
     except OSError:  # another system
         has_huge_pages = False
     if has_huge_pages:
-        largest = 1 << 23
+        separate_size = 1 << 23
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    variables["MALLOC_MMAP_THRESHOLD_"] = str(largest)
+    variables["MALLOC_MMAP_THRESHOLD_"] = str(separate_size)
     return {name: value for name, value in variables.items() if name not in environment}
 
 

@@ -38,8 +38,8 @@ from weft.topology import Layout, Mesh, compute_stage
 
 # Bytes per second at which a process gets a batch from another: pickled, over sockets
 BATCH_BANDWIDTH = 1e9
-# Reads and writes of a byte of new weights besides sending it: copied into a message and out of it,
-# and read for a checksum on both sides
+# Reads and writes of each byte of new weights, in addition to sending it: it is copied into a message
+# and out of it (two each), and read for a checksum on both sides (one each)
 PACKING = 6
 # CUDA graphs of a generation, one for each of some batch sizes; a layer's kernels are started one by
 # one twice before a graph is captured, and meanwhile

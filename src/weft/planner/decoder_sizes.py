@@ -30,7 +30,10 @@ EXPERT_LOAD = 1.6
 
 @lru_cache(maxsize=4096)
 def list_stage_layers(layers: int, head: float, layout: Layout) -> tuple[tuple[range, ...], ...]:
-    """Return the runs of layers of each pipeline rank; `head` is the cost of the output matrix, in layers."""
+    """Return the runs of adjacent layers that each pipeline rank has.
+
+    `head` is the cost of the output matrix, in layers.
+    """
     stages = min(layout.placement.num_stages, layers)
     runs: list[list[range]] = [[] for _ in range(layout.pipeline)]
     for stage in range(stages):
@@ -122,7 +125,7 @@ class DecoderSizes:
         copies = layout.expert * layout.expert_shards
         most = 0.0
         for layers, ends in self.count_stage_parts(layout, trainable=trainable):
-            share = layers / (shape.layers - (self.frozen_layers if trainable else 0))
+            share = layers / max(1, shape.layers - (self.frozen_layers if trainable else 0))
             own = (whole - experts - self.count_ends(trainable=trainable)) * share + ends
             own_experts = experts * share
             most = max(most, (own / layout.fsdp + own_experts / copies) / layout.tensor)
@@ -145,8 +148,8 @@ class DecoderSizes:
     ) -> list[tuple[int, int]]:
         """Return the numbers of layers and of elements at the ends of each pipeline rank.
 
-        With `trainable`, these are the layers that are not frozen, and trained elements.
-        The first stage has the embedding, and the last one the output matrix or, if both are one, a
+        With `trainable`, these are the layers that are not frozen, and trained elements. The first
+        stage has the embedding, and the last one the output matrix or, if both are one, a
         copy of it.
         """
         shape = self.shape
