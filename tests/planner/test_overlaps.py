@@ -170,16 +170,27 @@ def test_the_busiest_link_sets_the_time() -> None:
 
 
 def test_several_targets_are_estimated_as_each_one() -> None:
+    """Targets have one size and any layout."""
     network, _, _ = build()
     random_ = random.Random(5)
+    layouts = (
+        Layout(tensor=2, pipeline=2),
+        Layout(data=4, fsdp=2),
+        Layout(pipeline=4),
+        Layout(data=2, fsdp=2, pipeline=2),
+    )
+    seen = set()
     for _ in range(20):
         source = Mesh(Layout(data=2, fsdp=2, tensor=2), tuple(range(4, 8)))
-        layout = random_.choice((Layout(tensor=2, pipeline=2), Layout(data=4, fsdp=2)))
-        starts = [random_.randrange(12) for _ in range(5)]
-        targets = [Mesh(layout, tuple(range(start, start + 4))) for start in starts]
+        targets = []
+        for _ in range(5):
+            ranks = tuple(sorted(random_.sample(range(16), 4)))
+            targets.append(Mesh(random_.choice(layouts), ranks))
         together = estimate_transfers(network, source, targets, RATES)
         alone = [estimate_transfers(network, source, [target], RATES)[0] for target in targets]
         assert together == alone
+        seen |= set(together)
+    assert len(seen) > 3
 
 
 def test_a_cpu_packs_messages_besides_sending_them() -> None:

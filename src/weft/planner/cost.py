@@ -237,7 +237,7 @@ def estimate_transfers(
 ) -> list[float]:
     """Return the seconds to copy the weights trained on `source` to each of `targets`.
 
-    All targets have the same layout. The busiest link determines the time: that of the device which
+    All targets have the same number of devices. The busiest link determines the time: that of the device which
     receives the most, or the links of the devices of `source`, which send equal parts; both within
     machines and between them. If only adapters are trained, only they are copied. GPUs pack a message
     while others are in flight; on CPUs, packing takes extra time.

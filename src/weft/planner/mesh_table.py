@@ -177,11 +177,11 @@ class TransferTable:
         sources = np.broadcast_to(sources, chosen.shape)[chosen]
         targets = np.broadcast_to(targets, chosen.shape)[chosen]
         added, firsts = np.unique(keys, return_index=True)
-        # Most of an estimate's work is the same for all targets with one layout.
-        groups: dict[tuple[int, Layout], list[int]] = {}
+        # Estimates for targets of one size are computed together.
+        groups: dict[tuple[int, int], list[int]] = {}
         for number, first in enumerate(firsts):
-            layout = meshes[targets[first]].layout
-            groups.setdefault((int(sources[first]), layout), []).append(number)
+            size = int(self._table.sizes[targets[first]])
+            groups.setdefault((int(sources[first]), size), []).append(number)
         seconds = np.zeros(len(firsts))
         for (source, _), members in groups.items():
             group = [meshes[targets[firsts[number]]] for number in members]

@@ -54,31 +54,28 @@ def compute_lacked_elements(
 ) -> LackedElements:
     """Return the trained elements that the devices of `targets` lack if `source` has trained them.
 
-    All targets have the same layout. `per_node` is the number of devices of a machine.
+    All targets have the same number of devices. `per_node` is the number of devices of a machine.
     """
-    layout = targets[0].layout
     ranks = np.array([target.ranks for target in targets], np.int64)
+    layouts = [target.layout for target in targets]
     here = _locate(source, ranks)
-    there = _list_positions(layout)
     inside = here.data >= 0
     needed = np.zeros(ranks.shape)
     present = np.zeros(ranks.shape)
-    counts = _count_layers(network, source.layout, layout)
+    counts = _count_layers(network, source.layout, layouts)
+    rows, columns = np.indices(ranks.shape, sparse=True)
     for kind, elements in _list_elements(network).items():
         own, common = counts["ends" if kind == "ends" else "blocks"]
-        size = elements * own[there.pipeline]
-        part = np.ones(layout.num_devices)
+        part = np.ones(ranks.shape)
         overlap = np.ones(ranks.shape)
-        for a, b in zip(
-            _list_slices(kind, source.layout, here),
-            _list_all_slices(kind, layout),
-            strict=True,
-        ):
-            part *= b.length
-            stop = np.minimum(a.start + a.length, b.start + b.length)
-            overlap *= np.maximum(0.0, stop - np.maximum(a.start, b.start))
-        needed += size * part
-        both = elements * common[here.pipeline, there.pipeline]
+        held = np.stack([_list_all_slices(kind, layout) for layout in layouts])
+        for axis, a in enumerate(_list_slices(kind, source.layout, here)):
+            start, length = held[:, axis, 0], held[:, axis, 1]
+            part *= length
+            stop = np.minimum(a.start + a.length, start + length)
+            overlap *= np.maximum(0.0, stop - np.maximum(a.start, start))
+        needed += elements * own * part
+        both = elements * common[rows, here.pipeline, columns]
         present += np.where(inside, both * overlap, 0.0)
     missing = np.maximum(0.0, needed - present)
     return LackedElements(
@@ -105,9 +102,12 @@ def _list_positions(layout: Layout) -> _DevicePositions:
 
 
 @lru_cache(maxsize=4096)
-def _list_all_slices(kind: str, layout: Layout) -> list[_MatrixSlice]:
-    """Return what all devices of a layout have of a matrix, see `_list_slices`."""
-    return _list_slices(kind, layout, _list_positions(layout))
+def _list_all_slices(kind: str, layout: Layout) -> Floats:
+    """Return what all devices of a layout have of a matrix, see `_list_slices`.
+
+    float64 [axes, 2, devices]: starts and lengths, as fractions of the axis.
+    """
+    return np.array(_list_slices(kind, layout, _list_positions(layout)))
 
 
 def _list_elements(network: DecoderSizes) -> dict[str, float]:
@@ -137,25 +137,53 @@ def _list_elements(network: DecoderSizes) -> dict[str, float]:
 
 
 def _count_layers(
-    network: DecoderSizes, source: Layout, target: Layout
+    network: DecoderSizes, source: Layout, targets: Sequence[Layout]
 ) -> dict[str, tuple[Floats, Floats]]:
     """Return numbers of layers ("blocks") and of matrices at the ends ("ends").
 
-    Each is (those of the pipeline ranks of `target`, those that pipeline ranks of both layouts have).
+    Each is a pair: those of the devices of `targets`, [targets, devices], and those of them that each
+    pipeline rank of `source` has, [targets, pipeline ranks, devices].
     """
     shape = network.shape
     head = network.outputs / max(1, network.active) if shape.vocab > 1 else 0.0
-    has_layers = [_mark_layers(shape.layers, head, layout) for layout in (source, target)]
-    has_ends = [
-        _mark_ends(layout, tied=shape.tied, scores=shape.vocab == 1) for layout in (source, target)
-    ]
-    return {
-        "blocks": (has_layers[1].sum(1), has_layers[0] @ has_layers[1].T),
-        "ends": (has_ends[1].sum(1), has_ends[0] @ has_ends[1].T),
-    }
+    stages = _keep_stages(source)
+    counts: dict[str, tuple[list[Floats], list[Floats]]] = {"blocks": ([], []), "ends": ([], [])}
+    for layout in targets:
+        pipeline = _list_positions(layout).pipeline
+        found = _count_in_stages(
+            shape.layers, head, shape.tied, shape.vocab == 1, stages, _keep_stages(layout)
+        )
+        for kind, (own, common) in found.items():
+            counts[kind][0].append(own[pipeline])
+            counts[kind][1].append(common[:, pipeline])
+    return {kind: (np.stack(own), np.stack(common)) for kind, (own, common) in counts.items()}
 
 
 @lru_cache(maxsize=4096)
+def _keep_stages(layout: Layout) -> Layout:
+    """Return a layout with the pipeline stages of another one, without its other degrees."""
+    return Layout(
+        pipeline=layout.pipeline, stages_per_rank=layout.stages_per_rank, turns=layout.turns
+    )
+
+
+@lru_cache(maxsize=4096)
+def _count_in_stages(
+    layers: int, head: float, tied: bool, scores: bool, source: Layout, target: Layout
+) -> dict[str, tuple[Floats, Floats]]:
+    """Return the counts of `_count_layers` for the pipeline ranks of `target`.
+
+    Each is a pair: those of each pipeline rank, and those of them that each rank of `source` has.
+    """
+    layouts = (source, target)
+    blocks = [_mark_layers(layers, head, layout) for layout in layouts]
+    ends = [_mark_ends(layout, tied=tied, scores=scores) for layout in layouts]
+    counts = {}
+    for kind, (here, there) in {"blocks": blocks, "ends": ends}.items():
+        counts[kind] = (there.sum(1), here @ there.T)
+    return counts
+
+
 def _mark_layers(layers: int, head: float, layout: Layout) -> Floats:
     """Return 1 for each layer that a pipeline rank has, else 0, [pipeline ranks, layers]."""
     has = np.zeros((layout.pipeline, layers))
@@ -165,7 +193,6 @@ def _mark_layers(layers: int, head: float, layout: Layout) -> Floats:
     return has
 
 
-@lru_cache(maxsize=4096)
 def _mark_ends(layout: Layout, *, tied: bool, scores: bool) -> Floats:
     """Return 1 for the embedding and the output matrix that a pipeline rank has, else 0.
 

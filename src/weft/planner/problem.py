@@ -205,7 +205,7 @@ class PlacementProblem:
     def estimate_transfers(self, role: str, source: Mesh, targets: Sequence[Mesh]) -> list[float]:
         """Return the seconds to copy newly trained weights to each of `targets`.
 
-        All targets have the same layout. Kinds of device differ in their links.
+        All targets have the same number of devices. Kinds of device differ in their links.
         """
         network = self.networks[role]
         if len(self.devices.groups) == 1:
