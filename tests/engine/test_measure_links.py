@@ -35,6 +35,22 @@ def test_two_processes_measure_all_messages(ranks: Ranks) -> None:
             assert sizes == [64, 128] and min(seconds) > 0
 
 
+def measure_disturbed(disturbed: int) -> float:
+    """Return the contention where other work doubles a pass of each rank, the `disturbed`-th one."""
+    seconds = [1.0] * 6
+    seconds[disturbed] = 2.0
+    passes = iter(seconds)
+    measure_links.measure_pass = lambda engine, batch, trains: {"blocks": next(passes)}
+    engine = NETWORK.build_engine(trained=True)
+    return measure_links._measure_contention(engine, NETWORK.device)
+
+
+@pytest.mark.parametrize("disturbed", range(6))
+def test_a_disturbed_pass_does_not_count(disturbed: int, ranks: Ranks) -> None:
+    """Passes alone and together take turns."""
+    assert ranks.run(measure_disturbed, disturbed) == [1.0, 1.0]
+
+
 @pytest.mark.slow  # two processes import torch anew
 def test_processes_are_started_and_ended() -> None:
     found = measure_links.measure_links(NETWORK, 1, lambda text: None)

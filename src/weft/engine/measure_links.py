@@ -47,6 +47,7 @@ JOINED_REPEATS = 7
 WIDTH = 4  # bytes of a float32
 DEADLINE = 300.0  # seconds that the two processes may take together
 CONTENTION_TOKENS = 256  # tokens of the passes that both processes compute
+CONTENTION_ROUNDS = 3  # of passes alone and together, of which the least count
 LOOPBACK = "lo"
 # What FSDP2 calls, under the names of torch 2.13 or of earlier versions
 GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -148,17 +149,26 @@ def measure_with_other(engine: TorchEngine, device: torch.device) -> dict[str, A
     for name, exchange in EXCHANGES.items():
         seconds = [_measure_exchange(exchange, size // WIDTH, device) for size in SIZES]
         result[name] = [list(SIZES), seconds]
-    # Compute in turn, then together.
-    batch = build_batch([CONTENTION_TOKENS], get_vocab_size(engine))
-    alone = 0.0
-    for turn in range(2):
-        if turn == dist.get_rank():
-            alone = sum(measure_pass(engine, batch, trains=True).values())
-        _wait_for_other(device)
-    together = sum(measure_pass(engine, batch, trains=True).values())
-    _wait_for_other(device)
-    result["contention"] = max(1.0, together / alone)
+    result["contention"] = _measure_contention(engine, device)
     return result
+
+
+def _measure_contention(engine: TorchEngine, device: torch.device) -> float:
+    """Return the time of a pass while the other process computes too, relative to that alone.
+
+    A program that runs for some seconds on the machine disturbs one round at most; all forecasts for
+    several processes contain the result.
+    """
+    batch = build_batch([CONTENTION_TOKENS], get_vocab_size(engine))
+    alone, together = [], []
+    for _ in range(CONTENTION_ROUNDS):
+        for turn in range(2):
+            if turn == dist.get_rank():
+                alone.append(sum(measure_pass(engine, batch, trains=True).values()))
+            _wait_for_other(device)
+        together.append(sum(measure_pass(engine, batch, trains=True).values()))
+        _wait_for_other(device)
+    return max(1.0, min(together) / min(alone))
 
 
 def measure_joined(network: MeasuredNetwork, rank: int) -> dict[str, Any]:
