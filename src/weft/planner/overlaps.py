@@ -63,7 +63,7 @@ def compute_lacked_elements(
     needed = np.zeros(ranks.shape)
     present = np.zeros(ranks.shape)
     counts = _count_layers(network, source.layout, layouts)
-    rows, columns = np.indices(ranks.shape, sparse=True)
+    rows, columns = np.arange(len(targets))[:, None], np.arange(ranks.shape[1])
     for kind, elements in _list_elements(network).items():
         own, common = counts["ends" if kind == "ends" else "blocks"]
         part = np.ones(ranks.shape)
