@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weft.errors import ConfigError, DevicesLost, RunError
-from weft.launch.supervisor import RestartingRun
+from weft.errors import ConfigError, DevicesLost, Interrupted, RunError
+from weft.experiment import Control
+from weft.launch import supervisor
+from weft.launch.supervisor import RestartingRun, Supervisor
+from weft.runtime.directory import RunDirectory
 
 
 class Played:
@@ -127,3 +132,28 @@ def test_where_no_devices_come_the_message_has_both():
     ):
         drive(first, RunError("the lost devices were not replaced: 1 is missing"))
     assert first.said[-1] == "failed"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_signal_while_ray_starts_ends_the_run(tmp_path, monkeypatch, number, code, has_run):
+    """`weft stop` signals the child, whose session does not handle signals yet."""
+    control = Control(experiment_name="e", trial_name="t", fileroot=str(tmp_path))
+    directory = RunDirectory.from_control(control)
+    if has_run:
+        directory.path.mkdir(parents=True)
+        directory.write_config({})
+        (directory.path / "metrics.jsonl").write_text('{"step": 4}\n')
+    number = int(number)
+    ends_itself = f"import os, signal; signal.signal({number}, signal.SIG_DFL); os.kill(os.getpid(), {number})"
+    monkeypatch.setattr(supervisor, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(supervisor, "find_descendants", list)  # processes of other tests
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", ends_itself])
+    with pytest.raises(Interrupted, match="while the run was starting; the same command") as caught:
+        Supervisor(SimpleNamespace(control=control)).run()
+    assert caught.value.exit_code == code
+    if has_run:
+        assert directory.read_status() == "stopped"
+        assert "while the run was starting" in (directory.path / "log.txt").read_text()
+    else:
+        assert not directory.path.exists()

@@ -26,12 +26,12 @@ def test_calls_are_told_once_and_over_on_the_last_rank() -> None:
     with os.fdopen(ours) as told:
         lines = [json.loads(line) for line in told]
     assert lines == [
-        {"began": 7, "call": "ref_inf", "firing": 3, "where": ["device 0", "device 1"]},
-        {"over": 7},
-        {"began": 8, "call": "actor_gen", "firing": 3, "where": ["device 0"]},
-        {"gone": "Ray's head is gone"},
-        {"anew": True},
-        {"ends": 143},
+        {"started_call": 7, "call": "ref_inf", "firing": 3, "where": ["device 0", "device 1"]},
+        {"finished_call": 7},
+        {"started_call": 8, "call": "actor_gen", "firing": 3, "where": ["device 0"]},
+        {"lost_part": "Ray's head is gone"},
+        {"released_devices": True},
+        {"exit_code": 143},
     ]
 
 

@@ -28,6 +28,8 @@ from weft.observe.logs import append
 from weft.observe.observer import METRICS
 from weft.runtime.directory import RunDirectory
 from weft.runtime.processes import (
+    SIGNAL_NAMES,
+    SIGNALS,
     SUPERVISOR_VARIABLE,
     adopt_orphans,
     find_descendants,
@@ -94,14 +96,16 @@ class Supervisor:
         adopt_orphans()  # so that processes left by a killed child can be ended here
         with self._forward_signals():
             while True:
-                self._run_child(restarts)
+                code = self._run_child(restarts)
                 if self._exit_code is not None:
                     return self._exit_code
                 kill_processes(find_descendants())
                 if self._directory.read_status() == "finished":
                     return 0
-                lost = self._describe_killed()
                 step = self._read_last_step()
+                if -code in SIGNALS:
+                    raise self._record_stop(-code, step)
+                lost = self._describe_killed()
                 if step > furthest:
                     left = MOST_RESTARTS
                     furthest = step
@@ -115,21 +119,25 @@ class Supervisor:
                     f"{MOST_RESTARTS})"
                 )
 
-    def _run_child(self, restarts: int) -> None:
-        """Run one child until it ends. `restarts` is the number of earlier children."""
+    def _run_child(self, restarts: int) -> int:
+        """Run one child until it ends, and return its exit code, or -number if a signal ended it.
+
+        `restarts` is the number of earlier children.
+        """
         self._calls = {}
         self._lost_part = None
         self._exit_code = None
         ours, its = os.pipe()
         environment = {**os.environ, SUPERVISOR_VARIABLE: f"{its}:{restarts}:{os.getpid()}"}
-        self._child = subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0
         )
+        self._child = child
         os.close(its)
         if self._stop_signal is not None:
             self._send_signal(self._stop_signal)
         try:
-            for each in _read_lines(self._child, ours):
+            for each in _read_lines(child, ours):
                 with suppress(ValueError):  # incomplete last line
                     self._process_message(json.loads(each))
                 if self._exit_code is not None:
@@ -137,23 +145,24 @@ class Supervisor:
         finally:
             os.close(ours)
         try:
-            self._child.wait(None if self._exit_code is None else EXIT_SECONDS)
+            child.wait(None if self._exit_code is None else EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            child.kill()
+            child.wait()
+        return child.returncode
 
     def _process_message(self, message: dict[str, Any]) -> None:
-        if "began" in message:
-            self._calls[message["began"]] = message
-        elif "over" in message:
-            self._calls.pop(message["over"], None)
-        elif "anew" in message:
+        if "started_call" in message:
+            self._calls[message["started_call"]] = message
+        elif "finished_call" in message:
+            self._calls.pop(message["finished_call"], None)
+        elif "released_devices" in message:
             self._calls = {}
             self._lost_part = None
-        elif "gone" in message:
-            self._lost_part = message["gone"]
-        elif "ends" in message:
-            self._exit_code = message["ends"]
+        elif "lost_part" in message:
+            self._lost_part = message["lost_part"]
+        elif "exit_code" in message:
+            self._exit_code = message["exit_code"]
 
     @contextmanager
     def _forward_signals(self) -> Iterator[None]:
@@ -240,6 +249,19 @@ class Supervisor:
         return max(
             (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
         )
+
+    def _record_stop(self, number: int, step: int) -> Interrupted:
+        """Return the error for a child that the signal `number` has ended, and record the stop.
+
+        A session finishes its step after a signal and reports its exit code. Before the session is
+        open, for example while Ray starts, the signal ends the process.
+        """
+        name = SIGNAL_NAMES.get(number, signal.Signals(number).name)
+        message = f"stopped by {name} while the run was starting; the same command continues it"
+        if self._directory.has_run():
+            append(self._directory.path, message)
+            self._directory.set_status("stopped", step)
+        return Interrupted(message, number)
 
     def _record_failure(self, message: str, step: int) -> RunError:
         if self._directory.has_run():

@@ -147,7 +147,7 @@ class SupervisorPipe:
             if self._descriptor is None or number in self._unfinished_ranks:
                 return
             self._unfinished_ranks[number] = set(ranks)
-            self._send({"began": number, "call": call, "firing": firing, "where": list(where)})
+            self._send({"started_call": number, "call": call, "firing": firing, "where": list(where)})
 
     def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
         """Record which calls a rank has finished according to its `reports` (see `finish_rank`)."""
@@ -166,13 +166,13 @@ class SupervisorPipe:
             self._unfinished_ranks[number].discard(rank)
             if not self._unfinished_ranks[number]:
                 del self._unfinished_ranks[number]
-                self._send({"over": number})
+                self._send({"finished_call": number})
 
     def report_released(self) -> None:
         """Report that the devices were released and that no call is running."""
         with self._lock:
             self._unfinished_ranks.clear()
-            self._send({"anew": True})
+            self._send({"released_devices": True})
 
     def report_lost_part(self, what: str) -> None:
         """Report that part of Ray is lost; `what` describes this part.
@@ -180,12 +180,12 @@ class SupervisorPipe:
         This should be called at once, since Ray can end this process at any moment.
         """
         with self._lock:
-            self._send({"gone": what})
+            self._send({"lost_part": what})
 
     def report_exit_code(self, code: int) -> None:
         """Report the exit code with which this process ends."""
         with self._lock:
-            self._send({"ends": code})
+            self._send({"exit_code": code})
 
     def _send(self, what: Mapping[str, Any]) -> None:
         if self._descriptor is not None:
