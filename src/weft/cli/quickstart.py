@@ -289,17 +289,16 @@ def apply_overrides(
     The notes name options that are set repeatedly, and names that were translated. `imports` are
     modules to add to the option `imports`. Raises `ConfigError` for invalid assignments.
     """
-    assignments, notes = (
-        translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
-    )
+    assignments, notes, spellings = list(values), list[str](), list[str]()
+    if isinstance(base, RunConfig):
+        assignments, notes = translate(values, base)
+        spellings = list_spellings(base)
     notes = [*overrides.describe_repeated(values), *notes]
     nested: dict[str, Any] = {}
     for assignment in assignments:
         _check_group(base, assignment)
         overrides.merge(nested, assignment)
-    known = [leaf.name for leaf in iterate_options(base)] + (
-        list_spellings(base) if isinstance(base, RunConfig) else []
-    )
+    known = [*(leaf.name for leaf in iterate_options(base)), *spellings]
     config = read(base, overrides.resolve(nested, to_mapping(base)), known=known)
     if imports and isinstance(config, RunConfig):
         config = replace(

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -245,7 +246,7 @@ class MapLoader:
     def epoch(self) -> int:
         return self._position[0]
 
-    @property
+    @cached_property
     def num_ids(self) -> int:
         return sum(count_per_epoch(self._shares))
 

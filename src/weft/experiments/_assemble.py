@@ -13,7 +13,7 @@ from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import checks
 from weft.experiments._placement import place_calls
-from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.common import MFCOptions, RunConfig, parse_hooks
 from weft.experiments.models import (
     RunConfigT,
     find_option_role,
@@ -348,7 +348,7 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
             assert isinstance(node, MFCDef), (
                 f"{spec.name} is a host function and has no call options"
             )
-            changes[spec.name] = wanted.list_changes(node)
+            changes[spec.name] = _list_changes(wanted, node)
         elif wanted != type(wanted)():
             raise ConfigError(
                 f"{spec.name}.*: these options are for a call that is not in this graph; its "
@@ -358,6 +358,21 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
         if changed:
             experiment = experiment.with_mfc(name, **changed)
     return experiment
+
+
+def _list_changes(options: MFCOptions, node: MFCDef) -> dict[str, Any]:
+    """Return the fields of `node` that `options` change, mapped to their new values."""
+    changes: dict[str, Any] = {}
+    for name in ("interface", "max_tokens_per_microbatch", "deadline_s", "layout", "device_mesh"):
+        if getattr(options, name) is not None:
+            changes[name] = getattr(options, name)
+    if options.args:
+        own = {} if options.interface is not None else node.args
+        changes["args"] = {**own, **options.args}
+    for name in ("pre_hooks", "post_hooks"):
+        if getattr(options, name) is not None:
+            changes[name] = parse_hooks(getattr(options, name))
+    return changes
 
 
 def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:

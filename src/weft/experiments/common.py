@@ -17,7 +17,7 @@ from weft.experiment import Control, Experiment
 from weft.experiments import checks
 from weft.experiments.machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
-from weft.graph.mfc import Call, Hook, MFCDef, Offload
+from weft.graph.mfc import Call, Hook, Offload
 from weft.options import iterate_options, option, read
 from weft.planner.placement import SearchSpec
 from weft.reading import find_url_problem
@@ -140,26 +140,6 @@ class MFCOptions:
         "devices of this call, such as 4-7 or 0,2; absent: the first devices of its role, as many "
         "as its layout needs",
     )
-
-    def list_changes(self, node: MFCDef) -> dict[str, Any]:
-        """Return the fields of `node` that these options change, mapped to their new values."""
-        changes: dict[str, Any] = {}
-        for name in (
-            "interface",
-            "max_tokens_per_microbatch",
-            "deadline_s",
-            "layout",
-            "device_mesh",
-        ):
-            if getattr(self, name) is not None:
-                changes[name] = getattr(self, name)
-        if self.args:
-            own = {} if self.interface is not None else node.args
-            changes["args"] = {**own, **self.args}
-        for name in ("pre_hooks", "post_hooks"):
-            if getattr(self, name) is not None:
-                changes[name] = parse_hooks(getattr(self, name))
-        return changes
 
 
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:

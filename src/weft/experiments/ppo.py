@@ -83,11 +83,11 @@ class PPOConfig(PolicyConfig):
         advantages, and train actor and critic. Raises `UserError` if an option is invalid.
         """
         ppo = self.ppo
-        gae = ppo.advantages
         policy = RLGraphBuilder.from_options(self, ppo, "ppo", ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (
             "from_options returns this configuration with its models resolved"
         )
+        gae, actor_loss, critic_loss = ppo.advantages, ppo.loss, ppo.value_loss
         # Choose the models; the actor is frozen while only the critic is trained.
         has_ref = gae.kl_ctl > 0
         roles, init_from = policy.build_roles(
@@ -99,7 +99,6 @@ class PPOConfig(PolicyConfig):
         roles["actor"] = replace(roles["actor"], optimizer=warmup)
         # Compute values, then advantages from rewards, values and the KL to the reference.
         size = policy.num_prompts
-        actor_loss, critic_loss = ppo.loss, ppo.value_loss
         critic_inf = MFCDef(
             name="critic_inf",
             role="critic",

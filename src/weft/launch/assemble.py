@@ -58,7 +58,7 @@ def build_engines(
         devices = launch.wait_for_devices()
         logs = directory.path.absolute() / LOGS
         cache = cache.absolute()
-    specs = data.horizon.build_specs(experiment, data.find_longest(experiment))
+    specs = data.horizon.build_specs(experiment, data.longest)
     build = BuildWorker(experiment, specs, run.tokenizers, cache, str(run.device))
     return DeviceGroup(devices, experiment, build, logs)
 

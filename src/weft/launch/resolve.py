@@ -32,7 +32,7 @@ from weft.engine.backends.jax import check_options, read_layout
 from weft.engine.device import GIGABYTE, resolve_device, set_deterministic, set_tf32
 from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import TPU
+from weft.engine.spec import AUTO, TPU
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
@@ -103,8 +103,10 @@ def resolve_run(
     """
     if experiment.control.device == TPU:
         check_tpu_run(experiment)
-    roles = {name: choose_backend(spec) for name, spec in experiment.roles.items()}
-    experiment = replace(experiment, roles=roles)
+    # Backends are still open only for models that were not on this machine before.
+    if any(spec.backend == AUTO for spec in experiment.roles.values()):
+        roles = {name: choose_backend(spec) for name, spec in experiment.roles.items()}
+        experiment = replace(experiment, roles=roles)
     check_calls(experiment)
     # The library that loads tokenizers also reads config.json, and would report a problem in it as
     # a problem with the tokenizer.
@@ -128,25 +130,16 @@ class RunData:
         horizon: Length of the run.
         fixed_prompts: The tokenized prompts of the file `eval_prompts`, or None if there is none.
         eval_suite: The tasks of the option `eval_suite`, or None if there are none.
+        longest: Number of tokens of the longest sequence, which consists of the longest row, of the
+            data or of `eval_prompts`, and of the tokens that are sampled after it. None if rows are
+            not counted.
     """
 
     loaded: LoadedData
     horizon: RunLength
     fixed_prompts: SequenceSample | None
-    eval_suite: PreparedSuite | None = None
-
-    def find_longest(self, experiment: Experiment) -> int | None:
-        """Return the number of tokens of the longest sequence, or None if rows are not counted.
-
-        It consists of the longest row, of the data or of `eval_prompts`, and of the tokens that are
-        sampled after it.
-        """
-        rows = self.loaded.max_seqlen
-        if not rows:
-            return None
-        if self.fixed_prompts is not None:
-            rows = max(rows, *self.fixed_prompts.lengths["prompt"].tolist())
-        return rows + find_most_sampled(experiment.calls.values())
+    eval_suite: PreparedSuite | None
+    longest: int | None
 
 
 def read_data(run: ResolvedRun, *, progress: bool | None = None, ahead: bool = False) -> RunData:
@@ -170,12 +163,17 @@ def read_data(run: ResolvedRun, *, progress: bool | None = None, ahead: bool = F
         eval_suite = prepare_suite(experiment, run.tokenizers)
         check_suite_names(control.save_best, eval_suite, loaded.valid)
         loaded.check_max_seqlen(partial(check_longest_sequence, run))
+        longest = loaded.max_seqlen or None
+        if longest is not None:
+            if fixed_prompts is not None:
+                longest = max(longest, *fixed_prompts.lengths["prompt"].tolist())
+            longest += find_most_sampled(experiment.calls.values())
         horizon = RunLength.from_experiment(experiment, loaded.train)
         check_steps(control.profile_steps, horizon.steps)
     except BaseException:
         loaded.close()
         raise
-    return RunData(loaded, horizon, fixed_prompts, eval_suite)
+    return RunData(loaded, horizon, fixed_prompts, eval_suite, longest)
 
 
 # -- calls
@@ -365,12 +363,12 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
                 read_layout(spec)
             except ConfigError as error:
                 raise ConfigError(f"{role}.{error}") from None
-    wanted = dict(experiment.role_meshes)
+    wanted, call_meshes = dict(experiment.role_meshes), experiment.call_meshes
     roles = {role: role for role in experiment.roles}
     for name, call in experiment.calls.items():
         roles[call.name] = call.role
         if call.layout is not None:
-            wanted[call.name] = experiment.call_meshes[name]
+            wanted[call.name] = call_meshes[name]
     for name, mesh in reversed(
         wanted.items()
     ):  # check calls first: an error should name a call's own option

@@ -135,7 +135,15 @@ def forecast_step(
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
     loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
-    units = _build_units(experiment, known)
+    # Each role that is trained is a unit with one mesh, and so is each call that does not train.
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in known:
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    units = []
+    for (role, _), members in groups.items():
+        names = tuple(call.name for call in members)
+        mesh = experiment.call_meshes[names[0]]
+        units.append(PlacementUnit(role, names, (mesh,), trains=members[0].trains))
     problem = build_problem(
         experiment,
         units,
@@ -193,19 +201,3 @@ def forecast_placement(experiment: Experiment, problem: PlacementProblem) -> Ste
         estimate,
         startup_seconds=None if rates.links is None else rates.links.startup_seconds,
     )
-
-
-def _build_units(experiment: Experiment, calls: list[MFCDef]) -> list[PlacementUnit]:
-    """Return a unit for each role that is trained, and for each call that does not train.
-
-    Each unit has one mesh: the one that its calls have.
-    """
-    groups: dict[tuple[str, str], list[MFCDef]] = {}
-    for call in calls:
-        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
-    units = []
-    for (role, _), members in groups.items():
-        names = tuple(call.name for call in members)
-        mesh = experiment.call_meshes[names[0]]
-        units.append(PlacementUnit(role, names, (mesh,), trains=members[0].trains))
-    return units

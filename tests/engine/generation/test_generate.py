@@ -29,8 +29,7 @@ from tests.engine.generation.common import (
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.generation.caches import choose_default_budget
-from weft.engine.generation.generate import open_generator
-from weft.engine.generation.requests import StopTextDetector
+from weft.engine.generation.generate import StopTextDetector, open_generator
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from weft import randomness
+from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import use_device
 from weft.engine.generation.caches import (
@@ -35,12 +36,6 @@ from weft.engine.generation.caches import (
 )
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.passes import DeferringDecoder, LanguageNetwork
-from weft.engine.generation.requests import (
-    StopTextDetector,
-    build_prompt,
-    check_partial,
-    compute_limit,
-)
 from weft.engine.generation.sampling import (
     SampledRows,
     SettingsTable,
@@ -57,7 +52,7 @@ from weft.engine.generation.scheduler import (
 )
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
-from weft.errors import ConfigError, NotFinite
+from weft.errors import ConfigError, DataError, NotFinite
 from weft.kernels import prepare_wide, put
 
 
@@ -189,21 +184,18 @@ class BatchGenerator:
         """Queue requests.
 
         Raises `DataError` if a prompt is empty, too long or has unknown ids, or if sampling cannot
-        continue from the tokens in `generated` (see `check_partial`). Raises `ConfigError` if the
+        continue from the tokens in `generated` (see `Sequence.continue_from`). Raises `ConfigError` if the
         sampling settings of a request are invalid, and `RunError` if a request is submitted twice
         or does not fit in the KV cache.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]
-            limit = compute_limit(self._network, request, spec.new_token_limit)
-            live = Live(request.id, request.k, build_prompt(self._network, request), limit)
+            limit = _compute_limit(self._network, request, spec.new_token_limit)
+            placeholders = (0,) * self._network.prefix_tokens  # of the trained prefix
+            prompt = (*placeholders, *map(int, request.prompt))
+            live = Live(request.id, request.k, prompt, limit)
             if request.generated is not None:
-                done = request.generated
-                check_partial(done, live)
-                live.tokens = list(done.tokens)
-                live.logprobs = list(done.logprobs)
-                live.versions = list(done.versions)
-                live.supports = [tuple(s) for s in done.supports]
+                live.continue_from(request.generated)
             self._scheduler.submit(live)
             key = randomness.derive_key(
                 self._settings.seed,
@@ -488,6 +480,49 @@ class BatchGenerator:
         self._stop_texts.pop(live.key, None)
 
 
+def _compute_limit(network: LanguageNetwork, request: Request, most: int) -> int:
+    """Return the maximum number of new tokens of a completion.
+
+    This is the smaller of the request's own limit and `most`, the limit in its sampling settings.
+    In a network with learned positions, it is at most the number of positions that the prompt
+    leaves free. Raises `DataError` for a limit below 1, and for a prompt that is empty, too long or
+    has ids that the model does not have.
+    """
+    config = network.config
+    vocab_size = network.vocab_size
+    if (worst := max(request.prompt, default=0)) >= vocab_size or (
+        worst := min(request.prompt, default=0)
+    ) < 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to "
+            f"{vocab_size - 1}; "
+            "use the model's own tokenizer"
+        )
+    if request.max_new_tokens is None:
+        wanted = most
+    else:
+        wanted = min(most, request.max_new_tokens)
+    if wanted < 1:
+        raise DataError(
+            f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token"
+        )
+    if len(request.prompt) == 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
+            "set tokenizer.add_bos_token=true or leave the row out"
+        )
+    if config.learned_positions is None:
+        return wanted
+    positions = config.learned_positions - config.position_offset - network.prefix_tokens
+    room = positions - len(request.prompt)
+    if room < 1:
+        raise DataError(
+            f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
+            f"{positions} positions of this model; lower dataset.max_prompt_len"
+        )
+    return min(wanted, room)
+
+
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
     """Raise `NotFinite` if the log-prob of any row is NaN or infinite."""
     if not math.isfinite(logprobs.sum()):
@@ -497,6 +532,30 @@ def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version:
             f"{rows.ids[row]!r} "
             f"at token {rows.count[row]} (weight version {version}); the weights have diverged"
         )
+
+
+class StopTextDetector:
+    """Detector of stop texts in one completion.
+
+    A stop text or a character can span several tokens. Text is therefore decoded only when later
+    tokens cannot change it. Special tokens are part of the text.
+    """
+
+    def __init__(self, stops: Iterable[str], tokenizer: Tokenizer) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._decoder = StreamDecoder(tokenizer, skip_special=False)
+        # characters that may begin a stop text still to come
+        self._keep = max(map(len, self._stops)) - 1
+        self._tail = ""
+
+    def feed(self, token: int) -> bool:
+        """Append a token, and return whether it completes a stop text.
+
+        Stop texts that earlier tokens completed are not reported again.
+        """
+        text = self._tail + self._decoder.feed([token])
+        self._tail = text[max(0, len(text) - self._keep) :]
+        return any(stop in text for stop in self._stops)
 
 
 def _find_text_stops(

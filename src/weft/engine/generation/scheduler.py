@@ -21,9 +21,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weft.engine.generation.blocks import BlockManager
-from weft.errors import RunError
+from weft.errors import DataError, RunError
+
+if TYPE_CHECKING:
+    from weft.engine.base import Partial
 
 # tokens between the hashes of a prompt's prefixes, and tokens of the shortest shared prefix: a pass
 # over fewer tokens would not be worth it
@@ -133,6 +137,35 @@ class Sequence:
 
     def list_tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
+
+    def continue_from(self, done: Partial) -> None:
+        """Take over the tokens of `done`, which were sampled for this completion before.
+
+        Raises `DataError` if these tokens belong to another completion, have no log-probs or
+        versions, or already reach the limit of the completion.
+        """
+        if (done.id, done.k) != self.key:
+            raise DataError(
+                f"completion {self.k} of {self.id!r}: generated is a part of completion {done.k} of "
+                f"{done.id!r}; "
+                "give each request its own"
+            )
+        if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+            raise DataError(
+                f"completion {self.k} of {self.id!r}: generated has {len(done.tokens)} tokens, "
+                f"{len(done.logprobs)} log-probs and "
+                f"{len(done.versions)} versions; give one of each for every token"
+            )
+        if len(done.tokens) >= self.limit:
+            raise DataError(
+                f"completion {self.k} of {self.id!r}: generated has {len(done.tokens)} tokens and at "
+                f"most {self.limit} are to be "
+                "sampled, so nothing is left; leave it out or raise max_new_tokens"
+            )
+        self.tokens = list(done.tokens)
+        self.logprobs = list(done.logprobs)
+        self.versions = list(done.versions)
+        self.supports = [tuple(support) for support in done.supports]
 
 
 @dataclass(eq=False)
