@@ -375,3 +375,12 @@ def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
 def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the locations of all parameters in a Llama-like checkpoint."""
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))
+
+
+def build_llama_keys(config: TransformerConfig, names: Mapping[str, str]) -> tuple[Key, ...]:
+    """Return the locations of all parameters in a checkpoint that differs from Llama in its norms.
+
+    `names` maps the name of each norm of a block to its name in the checkpoint.
+    """
+    norms = (tensor(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in names.items())
+    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *norms)
