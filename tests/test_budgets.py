@@ -19,21 +19,32 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ("parameters", "src/weft/host/verifiers/judge.py", "judge"): (
         "a verifier's options are its parameters, and it has many"
     ),
-    **dict.fromkeys(
-        [
-            ("class", "src/weft/data/sample.py", "SequenceSample"),
-            ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),
-            ("class", "src/weft/runtime/master.py", "Master"),
-            ("class", "src/weft/runtime/parameters.py", "ParameterTransfers"),
-            ("class", "src/weft/data/background_table.py", "BackgroundTokenTable"),
-            ("class", "src/weft/data/tokenizer.py", "Tokenizer"),
-            ("class", "src/weft/engine/generation/generate.py", "BatchGenerator"),
-            ("class", "src/weft/engine/torch/engine.py", "TorchEngine"),
-            ("class", "src/weft/engine/torch/master_weights.py", "MasterWeights"),
-            ("class", "src/weft/experiments/_rl_graph.py", "RLGraphBuilder"),
-            ("class", "src/weft/runtime/session.py", "Session"),
-        ],
-        "exceeds it since lines have at most 100 columns; not divided yet",
+    ("class", "src/weft/data/sample.py", "SequenceSample"): (
+        "the batch type of all packages: many short methods without state besides its fields"
+    ),
+    ("class", "src/weft/data/tokenizer.py", "Tokenizer"): (
+        "many short methods; the logic is in the modules chat, rendered and tokenizer_files"
+    ),
+    ("class", "src/weft/data/background_table.py", "BackgroundTokenTable"): (
+        "one condition guards all of its state: queue, chunks and finished rows change together"
+    ),
+    ("class", "src/weft/engine/generation/generate.py", "BatchGenerator"): (
+        "one step of continuous batching, in which batch, caches and scheduler change together"
+    ),
+    ("class", "src/weft/engine/torch/engine.py", "TorchEngine"): (
+        "it has a method for each part of the protocol Engine; the work is in other modules"
+    ),
+    ("class", "src/weft/engine/torch/master_weights.py", "MasterWeights"): (
+        "refreshing, gradients and offloading all work on the one pairing of masters and copies"
+    ),
+    ("class", "src/weft/experiments/_rl_graph.py", "RLGraphBuilder"): (
+        "it builds one graph from one set of options"
+    ),
+    ("class", "src/weft/runtime/master.py", "Master"): (
+        "one step: which ids take part is decided, nodes are launched, and rows are discarded"
+    ),
+    ("class", "src/weft/runtime/session.py", "Session"): (
+        "what happens after a step, in order; a recovery point records the state of each action"
     ),
 }
 

@@ -116,13 +116,3 @@ def test_permutations() -> None:
     assert order.tolist() != randomness.draw_permutation(1000, 1, "shuffle", 5).tolist()
     assert order[:5].tolist() == [508, 433, 195, 876, 545]
     assert randomness.draw_permutation(0, 1, "shuffle").tolist() == []
-
-
-def test_generators_repeat() -> None:
-    assert randomness.make_generator(1, "a", 2).integers(0, 10**9) == randomness.make_generator(
-        1, "a", 2
-    ).integers(0, 10**9)
-    assert (
-        randomness.make_generator(1, "a", 2).random()
-        != randomness.make_generator(1, "b", 2).random()
-    )

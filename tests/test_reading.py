@@ -176,6 +176,8 @@ def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path
         (Path("https://host/model"), "mount the storage"),  # whose two slashes are one
         ("abfs+ssl://x@y/z", "mount the storage"),
         ("file:///data/model", "write /data/model"),
+        ("local:///data/model", "write the path without local://"),
+        (Path("LOCAL://data/model"), "write the path without local://"),
         ("hf://datasets/owner/name", "write owner/name, its name on the hub"),
         ("hf://owner/name", "write owner/name, its name on the hub"),
     ],

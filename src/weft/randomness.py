@@ -98,12 +98,3 @@ def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDAr
     )
     order = (words[:, 0].astype(np.uint64) << np.uint64(32)) | words[:, 1].astype(np.uint64)
     return np.argsort(order, kind="stable").astype(np.int64)
-
-
-def make_generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
-    """Return a numpy generator seeded with `derive_key(seed, purpose, step)`.
-
-    Used for random draws other than uniform numbers, such as permutations.
-    """
-    low, high = derive_key(seed, purpose, step)
-    return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

@@ -65,6 +65,8 @@ def find_url_problem(path: str | Path) -> str | None:
     fix = "mount the storage, or copy the files to this machine"
     if kind == "file":
         fix = f"write /{rest}"
+    elif kind == "local":  # fsspec's name; its path may be relative
+        fix = "write the path without local://"
     elif kind == "hf":
         fix = f"write {rest.removeprefix('datasets/').removeprefix('models/')}, its name on the hub"
     return f"is a URL, and weft reads and writes paths of this machine; {fix}"

@@ -149,7 +149,8 @@ def test_saves_rows_that_the_chat_dataset_reads(chat_model: Path, tmp_path: Path
     assert [len(row["messages"]) for row in rows] == [3, 5]
     assert rows[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
-    ids, mask = tokenizer.encode_chat_with_mask(rows[1]["messages"])
+    conversation = tokenizer.mask_chat(rows[1]["messages"])
+    ids, mask = conversation.ids, conversation.mask
     assert (
         tokenizer.decode([id for id, said in zip(ids, mask, strict=True) if said])
         == "Hi!</s>Bye!</s>"

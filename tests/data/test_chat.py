@@ -41,7 +41,8 @@ def trained(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> l
 
 
 def check(tokenizer: Tokenizer, messages: Any, wanted: list[str], tools: Any = None) -> None:
-    ids, mask = tokenizer.encode_chat_with_mask(messages, tools)
+    conversation = tokenizer.mask_chat(messages, tools)
+    ids, mask = conversation.ids, conversation.mask
     assert trained(tokenizer, ids, mask) == wanted
     assert ids == tokenizer.encode_chat(messages, tools)
 
@@ -82,12 +83,13 @@ def test_reasoning_is_the_assistants(with_template: Make) -> None:
 
 def test_a_template_without_end_tokens_gets_eos_after_the_last_reply(with_template: Make) -> None:
     tokenizer = with_template(templates.PLAIN)
-    ids, mask = tokenizer.encode_chat_with_mask(TALK[1:])
+    conversation = tokenizer.mask_chat(TALK[1:])
+    ids, mask = conversation.ids, conversation.mask
     assert trained(tokenizer, ids, mask) == [" Hello there!", " 🤗 ok <b>\n\nbye</s>"]
     assert ids[-1] == tokenizer.eos_id
     assert tokenizer.turn_end is None and tokenizer.list_stop_ids() == [tokenizer.eos_id]
-    ids, mask = tokenizer.encode_chat_with_mask(TALK[1:4])
-    assert ids[-1] != tokenizer.eos_id  # the user has the last word
+    conversation = tokenizer.mask_chat(TALK[1:4])
+    assert conversation.ids[-1] != tokenizer.eos_id  # the user has the last word
 
 
 def test_end_tokens_stop_generation(with_template: Make) -> None:
@@ -154,7 +156,8 @@ def test_real_conversations_with_qwens_template(
     plain = with_calls = 0
     for row in load(data_dir / file):
         talk = row.get("messages") or row["conversations"]
-        ids, mask = qwen.encode_chat_with_mask(talk, row.get("tools"))
+        conversation = qwen.mask_chat(talk, row.get("tools"))
+        ids, mask = conversation.ids, conversation.mask
         found = trained(qwen, ids, mask)
         turns = [m for m in normalize_messages(talk) if m["role"] == "assistant"]
         assert len(found) == len(turns)
@@ -180,7 +183,8 @@ def test_real_conversations_with_llama2(data_dir: Path, llama2: Tokenizer) -> No
         )
     )
     for row in load(data_dir / "fastchat/dummy_conversation.json"):
-        ids, mask = llama2.encode_chat_with_mask(row["conversations"])
+        conversation = llama2.mask_chat(row["conversations"])
+        ids, mask = conversation.ids, conversation.mask
         wanted = [f"{m['value'].strip()} </s>" for m in row["conversations"] if m["from"] == "gpt"]
         assert [text.strip() for text in trained(llama2, ids, mask)] == wanted
         assert ids.count(1) == sum(m["from"] == "human" for m in row["conversations"])
@@ -191,9 +195,10 @@ def test_the_arithmetic_fixtures_template(data_dir: Path, with_template: Make) -
         (data_dir / "weights/verl_arithmetic_llama_random/tokenizer_config.json").read_text()
     )
     tokenizer = with_template(config["chat_template"])
-    ids, mask = tokenizer.encode_chat_with_mask(
+    conversation = tokenizer.mask_chat(
         [{"role": "user", "content": "0,1:"}, {"role": "assistant", "content": "2"}]
     )
+    ids, mask = conversation.ids, conversation.mask
     assert trained(tokenizer, ids, mask) == ["2</s>"]
     with pytest.raises(DataError, match="refuses these messages: System role not supported"):
         tokenizer.encode_chat(TALK)
@@ -322,7 +327,7 @@ def test_what_a_template_does_not_render_is_no_turn_to_learn(
     wrong = rf"message 3: the chat template of .* does not render the assistant's {lost}"
     for turn in (reply, {**reply, "train": False}):
         with pytest.raises(DataError, match=wrong):
-            tokenizer.encode_chat_with_mask([*TALK[:2], turn, *TALK[3:]])
+            tokenizer.mask_chat([*TALK[:2], turn, *TALK[3:]])
     with pytest.raises(DataError, match=wrong):
         tokenizer.encode_context([*TALK[:2], reply, TALK[3]])
 
@@ -339,7 +344,7 @@ def test_a_template_that_marks_some_turns_only_is_refused(with_template: Make) -
     with pytest.raises(
         DataError, match=r"marks 1 parts with \{% generation %\}, and the assistant has 2 turns"
     ):
-        with_template(once).encode_chat_with_mask(TALK)
+        with_template(once).mask_chat(TALK)
 
 
 RESULT = {"role": "tool", "content": 'a "b"\nc'}

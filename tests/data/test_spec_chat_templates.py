@@ -85,7 +85,8 @@ def load(data_dir: Path, **spec: Any) -> Tokenizer:
 
 def marked(tokenizer: Tokenizer, messages: Any) -> str:
     """The conversation's text with its trained parts in ⟦ ⟧."""
-    ids, mask = tokenizer.encode_chat_with_mask(messages)
+    conversation = tokenizer.mask_chat(messages)
+    ids, mask = conversation.ids, conversation.mask
     text, begin = "", 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or mask[at] != mask[begin]:
@@ -98,7 +99,7 @@ def marked(tokenizer: Tokenizer, messages: Any) -> str:
 def test_what_is_trained_of_every_form(name: str, data_dir: Path) -> None:
     tokenizer = load(data_dir, chat_template=name, add_tokens=["template"])
     assert marked(tokenizer, TALK) == FORMS[name].format(eos=EOS)
-    assert tokenizer.encode_chat_with_mask(TALK)[0] == tokenizer.encode_chat(TALK)
+    assert tokenizer.mask_chat(TALK).ids == tokenizer.encode_chat(TALK)
     prompt = tokenizer.render(TALK[:4], add_generation_prompt=True)
     assert tokenizer.render(TALK).startswith(prompt), (
         "what the model sees when it is its turn begins what it was trained on"
@@ -122,7 +123,8 @@ def test_tulu_is_what_easylm_writes_byte_for_byte(data_dir: Path) -> None:
 def test_a_leading_system_message_is_never_trained(data_dir: Path) -> None:
     """Open-Assistant's collator trained it: the parity of -1 is odd (defect 2)."""
     tokenizer = load(data_dir, chat_template="oasst", add_tokens=["template"])
-    ids, mask = tokenizer.encode_chat_with_mask(TALK)
+    conversation = tokenizer.mask_chat(TALK)
+    ids, mask = conversation.ids, conversation.mask
     system = len(tokenizer.encode_chat(TALK[:1]))
     assert tokenizer.decode(ids[:system]) == f"<|system|>Be brief.{EOS}" and not any(mask[:system])
 
@@ -206,7 +208,7 @@ def test_added_tokens(data_dir: Path, tmp_path: Path) -> None:
     assert load(data_dir, add_tokens=[EOS]).added_from is None, "a token that is there is not new"
     tokenizer.save(tmp_path)
     again = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
-    assert again.encode_chat_with_mask(TALK) == tokenizer.encode_chat_with_mask(TALK)
+    assert again.mask_chat(TALK) == tokenizer.mask_chat(TALK)
     assert (
         again.chat_template == read_template_text("oasst")
         and again.decode([50262], skip_special=True) == ""

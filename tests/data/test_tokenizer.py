@@ -169,7 +169,8 @@ def test_never_two_bos(data_dir: Path) -> None:
     assert Tokenizer.load(spec).encode_chat(talk) == llama.encode_chat(talk)
     spec.chat_template = templates.CHATML
     forced = Tokenizer.load(spec)
-    ids, mask = forced.encode_chat_with_mask(talk)
+    conversation = forced.mask_chat(talk)
+    ids, mask = conversation.ids, conversation.mask
     assert ids[0] == 1 and not mask[0] and ids.count(1) == 1
     # the template ends with no token, so EOS does
     assert forced.encode_chat(talk)[: len(ids) - 1] == ids[:-1]

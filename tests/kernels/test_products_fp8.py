@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.bounds import assert_within, kernel_product_bound
 from tests.models.common import sequences, tiny
 from weft import kernels
-from weft.kernels.products import MULTIPLE, RECIPES
+from weft.engine.spec import FP8_RECIPES
+from weft.kernels.products import MULTIPLE
 from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
 from weft.models.network.transformer import compile_blocks
@@ -54,7 +55,7 @@ def test_which_devices_and_matrices_have_them(monkeypatch: pytest.MonkeyPatch) -
     assert not kernels.Fp8Product.supports(torch.empty(MULTIPLE, MULTIPLE + 8))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_product_and_its_gradients_are_near_the_wide_ones(recipe: str) -> None:
     product, generator = emulated(recipe), torch.Generator().manual_seed(3)
     x = torch.randn(37, 64, generator=generator).requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from tests.observe.test_report import EVIL, Page, line, write_run
 from tests.work import calls_of
 from weft.errors import UserError
 from weft.observe import compare
-from weft.observe.compare import build_comparison, build_comparison_charts
+from weft.observe.charts import Chart
+from weft.observe.compare import build_comparison, build_comparison_charts, list_measures
 from weft.observe.differences import find_differences
 from weft.observe.run_files import RunFiles
-from weft.observe.verdict import name_runs, write_verdict
+from weft.observe.verdict import NamedRun, name_runs, write_verdict
+
+
+def draw(runs: Sequence[NamedRun]) -> list[Chart]:
+    return build_comparison_charts(runs, list_measures(runs))
 
 
 def lines(slope: float, **more: Any) -> str:
@@ -61,7 +67,7 @@ def test_the_page_says_which_run_was_better_and_why(tmp_path: Path) -> None:
 
 def test_a_metric_is_drawn_once_with_a_line_a_run(tmp_path: Path) -> None:
     runs = name_runs([RunFiles.read(path) for path in two(tmp_path)])
-    found = build_comparison_charts(runs)
+    found = draw(runs)
     assert [(chart.title, [item.label for item in chart.lines]) for chart in found[:2]] == [
         ("reward", ["slow", "fast"]),
         ("loss", ["slow", "fast"]),
@@ -75,7 +81,7 @@ def test_measures_of_nodes_with_other_names_meet(tmp_path: Path) -> None:
     (other / "metrics.jsonl").write_text(lines(0.4).replace("reward/reward", "rew_inf/reward"))
     runs = name_runs([RunFiles.read(path) for path in (one, other)])
     assert "fast</b> ended with the higher reward" in write_verdict(runs)
-    assert [item.label for item in build_comparison_charts(runs)[0].lines] == ["slow", "fast"]
+    assert [item.label for item in draw(runs)[0].lines] == ["slow", "fast"]
 
 
 def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) -> None:
@@ -141,11 +147,11 @@ def test_a_curve_that_repeats_another_of_its_node_is_left_out(tmp_path: Path) ->
             for s in range(1, 21)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
+    found = draw(name_runs([RunFiles.read(run) for run in runs]))
     assert [c.title for c in found if c.node == "critic"] == ["loss"]
     rows[3]["critic/value_loss"] = 5.0
     (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
+    found = draw(name_runs([RunFiles.read(run) for run in runs]))
     assert [c.title for c in found if c.node == "critic"] == ["loss", "value loss"], (
         "in one run it is another curve"
     )
@@ -216,7 +222,7 @@ def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
         "At step 20, the last that all runs have completed," in told
         and "fast (running)</b> has the higher reward" in told
     )
-    assert [item.label for item in build_comparison_charts(runs)[0].lines] == [
+    assert [item.label for item in draw(runs)[0].lines] == [
         "slow",
         "fast (running)",
     ]
@@ -291,9 +297,7 @@ def test_losses_that_mean_different_things_are_not_compared(
         assert told.partition("(sft")[0].strip() in said
         assert "lower" not in said and "ended" not in said
         drawn = [
-            [item.label for item in chart.lines]
-            for chart in build_comparison_charts(listed)
-            if chart.title == "loss"
+            [item.label for item in chart.lines] for chart in draw(listed) if chart.title == "loss"
         ]
         alike = one[1] == other[1]
         assert drawn == ([[r.label for r in listed]] if alike else [[r.label] for r in listed])
@@ -343,14 +347,14 @@ def test_evaluated_accuracies_are_compared_with_the_noise_of_so_few_rows(
             RunFiles.read(write_run(tmp_path / name, metrics__jsonl=text, config__yaml=config))
         )
     assert told in write_verdict(name_runs(runs))
-    assert all("num rows" not in chart.title for chart in build_comparison_charts(name_runs(runs)))
+    assert all("num rows" not in chart.title for chart in draw(name_runs(runs)))
 
 
 def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run, source in zip(runs, ("gsm8k", "math"), strict=True):
         (run / "config.yaml").write_text(yaml.safe_dump({"trial_name": run.name, "reward": source}))
-    found = build_comparison_charts(name_runs([RunFiles.read(run) for run in runs]))
+    found = draw(name_runs([RunFiles.read(run) for run in runs]))
     assert [[item.label for item in chart.lines] for chart in found if chart.title == "reward"] == [
         ["slow"],
         ["fast"],

@@ -14,7 +14,7 @@ import yaml
 
 from weft.observe.configuration import compute_defaults
 from weft.observe.diagnosis import FINE, diagnose_run
-from weft.observe.metric_help import CRITIC, HELP, POLICY
+from weft.observe.metric_help import CRITIC, HELP
 from weft.observe.observer import RunObserver
 from weft.observe.report import build_report
 from weft.observe.run_files import RunFiles
@@ -292,7 +292,7 @@ def test_options_to_try_are_options(algorithm: str) -> None:
     known = set(compute_defaults(quickstarts.get(algorithm)()))
     for about in (one for one in HELP if one.least is not None or one.most is not None):
         if (about.group == CRITIC and algorithm != "ppo") or (
-            about.group == POLICY and algorithm == "online_dpo"
+            about.group == "Policy" and algorithm == "online_dpo"
         ):
             continue  # it has none
         name = about.pattern.replace("?", "1")

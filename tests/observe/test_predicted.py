@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.test_report import line, write_run
 from weft.observe.charts import build_charts
-from weft.observe.compare import build_comparison_charts
+from weft.observe.compare import build_comparison_charts, list_measures
 from weft.observe.metric_help import find
 from weft.observe.metrics import find_headline
 from weft.observe.predicted import PredictedStep, format_end_line, render_comparison
@@ -113,7 +113,8 @@ def test_predicted_values_are_no_curves_and_no_headline(tmp_path: Path) -> None:
     drawn = {each.name for chart in build_charts(run) for each in chart.lines}
     assert not any(name.startswith("predicted/") for name in drawn)
     assert {"actor_gen/peak_bytes", "time/actor_gen"} <= drawn
-    both = build_comparison_charts(name_runs([run, run]))
+    runs = name_runs([run, run])
+    both = build_comparison_charts(runs, list_measures(runs))
     assert not any(each.name.startswith("predicted/") for chart in both for each in chart.lines)
     assert find_headline(["predicted/reward", "predicted/loss", "time/loss"]) is None
 

@@ -4,6 +4,7 @@ steps of an optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import Microbatch, pack
 from weft.models.network.transformer import Transformer
-from weft.parallel.pipeline import Outputs, Pipeline, find_tied_copies, sum_tied_gradients
+from weft.parallel.pipeline import Outputs, Pipeline, sum_tied_gradients
 from weft.parallel.schedule import Kind, build_placement
 from weft.topology import compute_stage, find_stages
 
@@ -168,6 +169,13 @@ def gradients_of(network: Transformer) -> Values:
     }
 
 
+def tied_copies(networks: Mapping[int, Transformer]) -> list[Tensor]:
+    """The trained embeddings of the first and last stage that are copies of one tied matrix."""
+    ends = [n for n in networks.values() if n.is_first_stage != n.is_last_stage]
+    held = [n.embed.weight for n in ends if n.config.tied and n.kind == "lm"]
+    return [weight for weight in held if weight.requires_grad]
+
+
 def staged(case: Case) -> list[Run]:
     """On each rank: its stages."""
     group = dist.group.WORLD
@@ -193,7 +201,7 @@ def staged(case: Case) -> list[Run]:
             lambda _, number, given=given: balance(case, known, given, number),
         )
         if group.rank() in (0, last):
-            sum_tied_gradients(find_tied_copies(networks), ends, torch.device("cpu"))
+            sum_tied_gradients(tied_copies(networks), ends, torch.device("cpu"))
         if step == 0:
             gradients = [gradients_of(network) for network in networks.values()]
         rule.step()
@@ -379,7 +387,7 @@ def test_one_rank_holds_all_stages() -> None:
     for one, other in zip(found, expected.outputs, strict=True):
         same(one, other, "outputs of")
     pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
-    sum_tied_gradients(find_tied_copies(networks), None, torch.device("cpu"))
+    sum_tied_gradients(tied_copies(networks), None, torch.device("cpu"))
     same(
         gradients_of(networks[0]) | gradients_of(networks[1]),
         expected.gradients,

@@ -82,7 +82,7 @@ def fails(error: BaseException) -> None:
 
 def train(parameters: ParameterTransfers) -> DeviceJob:
     job = DeviceJob("train", [0], fails, fails, fails)
-    parameters.mark_outdated("actor", job)
+    parameters.copies.mark_outdated("actor", job)
     return job
 
 
@@ -94,20 +94,20 @@ def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_chang
     (place,) = experiment(tmp_path).copies
     there.initialize()
     assert moved(recorder.commands(), known) == [], "it begins with the same weights"
-    assert there.update_copy(place, fails) == 0
+    assert there.copies.update_copy(place, fails) == 0
     assert moved(recorder.commands(), known) == []
     trained = train(there)
-    assert there.update_copy(place, fails) == 1
+    assert there.copies.update_copy(place, fails) == 1
     assert recorder.jobs[0].after == [trained] and list(recorder.jobs[0].ranks) == [0, 1]
     assert recorder.jobs[0].roles == {"actor"}, "what the role is asked for next waits for it"
     assert moved(recorder.commands(), known) == [["lora_a"]]
-    assert there.update_copy(place, fails) == 1
+    assert there.copies.update_copy(place, fails) == 1
     assert moved(recorder.commands(), known) == []
-    there.reset()
-    assert there.update_copy(place, fails) == 2
+    there.copies.reset()
+    assert there.copies.update_copy(place, fails) == 2
     assert moved(recorder.commands(), known) == [["base", "lora_a"]]
     train(there)
-    assert there.update_copy(place, fails) == 3
+    assert there.copies.update_copy(place, fails) == 3
     assert moved(recorder.commands(), known) == [["lora_a"]]
 
 
@@ -123,17 +123,19 @@ def lagging(root) -> tuple[ParameterTransfers, Recorder, tuple[str, Any]]:
 
 def step(there: ParameterTransfers, number: int, *, keeps: bool = False) -> DeviceJob:
     if keeps:
-        there.save_weights("actor", number, fails)
+        there.copies.save_weights("actor", number, fails)
     job = DeviceJob("train", [0], fails, fails, fails)
-    there.record_training("actor", job, number + 1)
+    there.copies.record_training("actor", job, number + 1)
     return job
 
 
 def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -> None:
     there, recorder, place = lagging(tmp_path)
-    assert there.update_copy(place, fails, 0) == 0
+    assert there.copies.update_copy(place, fails, 0) == 0
     step(there, 0, keeps=True)
-    assert there.update_copy(place, fails, 0) == 0 and recorder.commands() == [], "it has them"
+    assert there.copies.update_copy(place, fails, 0) == 0 and recorder.commands() == [], (
+        "it has them"
+    )
     step(there, 1, keeps=True)
     (job,) = recorder.jobs
     assert list(job.ranks) == [0] and job.roles == {"actor"}, (
@@ -142,7 +144,7 @@ def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -
     (kept,) = recorder.commands()
     last = step(there, 2, keeps=True)
     recorder.commands()
-    assert there.update_copy(place, fails, 1) == 1
+    assert there.copies.update_copy(place, fails, 1) == 1
     (job,) = recorder.jobs
     assert job.after == [last] and list(job.ranks) == [0, 1]
     (move,) = recorder.commands()
@@ -151,49 +153,51 @@ def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -
         and isinstance(move, MoveParameters)
         and (kept.saved_version, kept.key) == (move.saved_version, move.key) == (1, kept.key)
     )
-    assert there.update_copy(place, fails, 2) == 2 and [
+    assert there.copies.update_copy(place, fails, 2) == 2 and [
         each.saved_version for each in recorder.commands()
     ] == [2]
-    assert there.update_copy(place, fails, 3) == 3 and [
+    assert there.copies.update_copy(place, fails, 3) == 3 and [
         each.saved_version for each in recorder.commands()
     ] == [None], "the newest"
-    assert there.update_copy(place, fails, 3) == 3 and recorder.commands() == []
+    assert there.copies.update_copy(place, fails, 3) == 3 and recorder.commands() == []
 
 
 def test_a_call_that_takes_newer_weights_does_not_wait_for_them(tmp_path) -> None:
     there, recorder, place = lagging(tmp_path)
-    assert there.update_running_copy(place, fails, 0) == 0
+    assert there.copies.update_running_copy(place, fails, 0) == 0
     first = step(there, 0)
-    assert there.update_running_copy(place, fails) == 0, "while a call is under way"
+    assert there.copies.update_running_copy(place, fails) == 0, "while a call is under way"
     (job,) = recorder.jobs
     assert job.after == [first] and not job.roles, "nothing is held up by it"
     recorder.commands()
-    assert there.update_running_copy(place, fails, 0) == 0 and recorder.commands() == [], (
+    assert there.copies.update_running_copy(place, fails, 0) == 0 and recorder.commands() == [], (
         "they are on their way"
     )
     step(there, 1)
-    assert there.update_running_copy(place, fails, 1) == 1
+    assert there.copies.update_running_copy(place, fails, 1) == 1
     assert [job.roles for job in recorder.jobs] == [frozenset()]
     recorder.commands()
     step(there, 2)
     step(there, 3)
-    assert there.update_running_copy(place, fails, 4) == 3, "those that it may have are older"
+    assert there.copies.update_running_copy(place, fails, 4) == 3, (
+        "those that it may have are older"
+    )
     assert [job.roles for job in recorder.jobs] == [{"actor"}]
 
 
 def test_after_a_restart_the_first_weights_are_the_newest(tmp_path) -> None:
     there, recorder, place = lagging(tmp_path)
     step(there, 0)
-    there.reset()
-    assert there.update_copy(place, fails, 7) == 1
+    there.copies.reset()
+    assert there.copies.update_copy(place, fails, 7) == 1
     assert moved(recorder.commands(), {}) == [["base", "lora_a"]]
     step(there, 7)
     step(there, 8, keeps=True)
     assert moved(recorder.commands(), {}) == []
-    assert there.update_copy(place, fails, 8) == 2 and [
+    assert there.copies.update_copy(place, fails, 8) == 2 and [
         each.saved_version for each in recorder.commands()
     ] == [8]
-    assert there.update_copy(place, fails) == 3 and [
+    assert there.copies.update_copy(place, fails) == 3 and [
         each.saved_version for each in recorder.commands()
     ] == [None]
 
@@ -204,7 +208,7 @@ def test_ranks_that_could_not_get_ready_say_why(tmp_path) -> None:
     there.initialize()
     train(there)
     told: list[BaseException] = []
-    there.update_copy(place, told.append)
+    there.copies.update_copy(place, told.append)
     *ready, move = recorder.jobs
     for job in ready:
         job.on_failed(RunError("no room"))
@@ -216,7 +220,7 @@ def test_a_roles_own_engine_needs_nothing(tmp_path) -> None:
     made = experiment(tmp_path)
     there, recorder = parameters(made)
     train(there)
-    assert there.update_copy(("actor", made.role_meshes["actor"]), fails) is None
+    assert there.copies.update_copy(("actor", made.role_meshes["actor"]), fails) is None
     assert recorder.jobs == []
 
 
@@ -224,7 +228,7 @@ def test_where_an_engine_does_not_tell_what_it_trains_all_goes(tmp_path) -> None
     there, recorder = parameters(experiment(tmp_path), trained=None)
     (place,) = experiment(tmp_path).copies
     train(there)
-    there.update_copy(place, fails)
+    there.copies.update_copy(place, fails)
     assert moved(recorder.commands(), {}) == [["base", "lora_a"]]
 
 
@@ -236,7 +240,7 @@ def test_a_role_that_is_written_to_gives_all_of_it_to_its_copies(tmp_path) -> No
     there, recorder = parameters(made)
     (place,) = made.copies
     there.start_sync(made.graph.syncs[0], print, fails, print)
-    there.update_copy(place, fails)
+    there.copies.update_copy(place, fails)
     assert moved(recorder.commands(), {}) == [["base", "lora_a"], ["base", "lora_a"]]
 
 
@@ -260,7 +264,7 @@ def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> 
     made = experiment(tmp_path)
     there, _ = parameters(made)
     other = next(place for place in made.role_meshes.items() if place[0] == "ref")
-    there._plans._built[1].slices[other] = {"base": build_whole_slice((4, 6))}
+    there._transfers._built[1].slices[other] = {"base": build_whole_slice((4, 6))}
     with pytest.raises(
         ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"
     ):
@@ -276,15 +280,15 @@ def test_a_version_that_is_not_kept_is_named(tmp_path) -> None:
         RunError,
         match=r"needs version 7 of the weights of 'actor', which was not saved; saved .*: 0, 1",
     ):
-        there.update_copy(place, fails, 7)
+        there.copies.update_copy(place, fails, 7)
 
 
 def test_the_bytes_of_new_weights_are_those_of_the_next_call(tmp_path) -> None:
     there, _ = parameters(made := experiment(tmp_path))
     place = next(each for each in made.copies if each[0] == "actor")
-    assert there.take_moved_bytes(("actor", made.role_meshes["actor"])) == {}
-    there.update_copy(place, fails)  # it has read the same file
-    assert there.take_moved_bytes(place) == {"num_weight_bytes": 0.0}
-    there.mark_outdated("actor", None)
-    there.update_copy(place, fails)
-    assert there.take_moved_bytes(place) == {"num_weight_bytes": 4.0 * 12}
+    assert there.copies.take_moved_bytes(("actor", made.role_meshes["actor"])) == {}
+    there.copies.update_copy(place, fails)  # it has read the same file
+    assert there.copies.take_moved_bytes(place) == {"num_weight_bytes": 0.0}
+    there.copies.mark_outdated("actor", None)
+    there.copies.update_copy(place, fails)
+    assert there.copies.take_moved_bytes(place) == {"num_weight_bytes": 4.0 * 12}

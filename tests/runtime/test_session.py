@@ -101,7 +101,7 @@ def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch
 
 def test_tensors_of_consumed_ids_are_let_go(tmp_path):
     session = Toy(tmp_path, drop=0.3, staleness=1).run()
-    assert len(session._group._store) == 0 and len(session._master._descriptions) == 0
+    assert len(session._group._tensors._store) == 0 and len(session._master._descriptions) == 0
     assert not session._master._buffer.entries
 
 

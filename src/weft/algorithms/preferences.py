@@ -1,7 +1,7 @@
 """Losses of pairs of completions, as functions of their scores.
 
-`delta` is score(better) - score(worse). There are three kinds of scores (`SCORES`), computed from
-the log-probs of a completion's L trained tokens under the policy and the reference:
+`delta` is score(better) - score(worse). There are three kinds of scores, computed from the
+log-probs of a completion's L trained tokens under the policy and the reference:
 
     sum     g(sum of log pi(y_t) - log ref(y_t)), where g is `compute_divergence_score`
     mean    the score `sum`, divided by L                         IPO, sigmoid_norm
@@ -26,7 +26,6 @@ from weft.algorithms.base import Array, RowBatch, Stat, Sum, fixed, log_sigmoid
 from weft.errors import build_unknown_name_error
 from weft.options import option
 
-SCORES = ("sum", "mean", "free")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 PAIRS = ("best_worst", "all")
 EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all others.
@@ -259,7 +258,7 @@ class PreferenceLossKind:
     Attributes:
         loss: function that returns the loss of each pair, called with the better scores, the worse
             scores and the options
-        score: kind of score that the loss compares, one of `SCORES`
+        score: kind of score that the loss compares: "sum", "mean" or "free"
         options: names of the options that the loss reads, besides beta
         defaults: values to use instead of the general defaults, by option name
         divergences: True if the user can choose an f-divergence
@@ -278,8 +277,8 @@ def _build_delta_kind(
     """Return the `PreferenceLossKind` of a loss that depends only on the difference of two scores.
 
     `loss` takes the better score minus the worse score, and the values of the options. `options`
-    are the names of the options that the loss reads besides beta. `score` is the kind of score, one
-    of `SCORES`. Such a loss can be combined with every f-divergence.
+    are the names of the options that the loss reads besides beta. `score` is the kind of
+    score. Such a loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True

@@ -21,7 +21,7 @@ from weft.planner.plan_file import read_plan
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
-# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `list_spellings`
+# sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `spellings`
 # of its configuration class, and further spellings of other programs in the dialect `spellings`.
 RENAMED = {
     "model_name_or_path": "{first}.path",

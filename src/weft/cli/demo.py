@@ -194,7 +194,6 @@ class StageView:
     """
 
     def __init__(self, console: Console, doing: str) -> None:
-        self._console = console
         self._doing = doing
         self._pace = RunPace()
         is_interactive = console.is_terminal and not console.is_dumb_terminal

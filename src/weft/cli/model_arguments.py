@@ -26,7 +26,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         help="torch or hf (default: hf if weft does not implement the model's family)",
     )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best available)")
     parser.add_argument(
         "--dtype",
         help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",

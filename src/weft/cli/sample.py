@@ -21,7 +21,8 @@ from weft.errors import ConfigError
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.evaluation.answers import SamplingSettings
+    from weft.evaluation.answers import EvaluationPrompt, SampledAnswer, SamplingSettings
+    from weft.evaluation.models import OpenedModel
 
 EPILOG = """examples:
   weft sample report runs/E/T OTHER_MODEL --prompts prompts.jsonl --settings greedy,k50 --samples 2 --out answers
@@ -159,13 +160,35 @@ def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
     return chosen
 
 
+def _sample(
+    given: argparse.Namespace,
+    opened: OpenedModel,
+    prompts: Sequence[EvaluationPrompt],
+    settings: Sequence[SamplingSettings],
+    label: str,
+) -> list[list[list[SampledAnswer]]]:
+    """Sample answers as the options say, with a progress bar called `label`."""
+    from weft.evaluation.answers import sample_answers
+
+    with model_arguments.show_progress(label) as bar:
+        return sample_answers(
+            opened,
+            prompts,
+            settings,
+            samples=given.samples,
+            system=given.system,
+            plain=given.plain,
+            progress=bar,
+        )
+
+
 # -- report
 
 
 def write_report(given: argparse.Namespace) -> None:
     """Answer the prompts with each model, and write `OUT/MODEL.json` and `OUT/report.html`."""
     from weft.evaluation import sampling_report
-    from weft.evaluation.answers import read_prompts, sample_answers
+    from weft.evaluation.answers import read_prompts
 
     # Read existing reports, and check the models before any is loaded.
     report_files = [name for name in given.models if name.endswith(".json")]
@@ -185,18 +208,10 @@ def write_report(given: argparse.Namespace) -> None:
     # Sample with each model, and write its report.
     for name in model_names:
         opened = model_arguments.load_policy(name, given)
-        with model_arguments.show_progress(sampling_report.shorten_name(opened.name)) as bar:
-            answers = sample_answers(
-                opened,
-                prompts,
-                settings,
-                samples=given.samples,
-                system=given.system,
-                plain=given.plain,
-                progress=bar,
-            )
+        label = sampling_report.shorten_name(opened.name)
+        answers = _sample(given, opened, prompts, settings, label)
         built = sampling_report.build(opened.name, arguments, prompts, settings, answers)
-        file = _find_free_path(given.out, sampling_report.shorten_name(opened.name), reports)
+        file = _find_free_path(given.out, label, reports)
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
@@ -286,24 +301,14 @@ def write_best_answers(given: argparse.Namespace) -> None:
     of each prompt.
     """
     from weft.evaluation import sampling_report
-    from weft.evaluation.answers import SampledAnswer, read_prompts, sample_answers, score_replies
+    from weft.evaluation.answers import read_prompts, score_replies
 
     settings = _read_settings(given)
     prompts = read_prompts(given.prompts, given.n)
     reward = model_arguments.load_scorer(given.reward, given)
     opened = model_arguments.load_policy(given.model, given)
-    with model_arguments.show_progress("answers") as bar:
-        sampled = sample_answers(
-            opened,
-            prompts,
-            settings,
-            samples=given.samples,
-            system=given.system,
-            plain=given.plain,
-            progress=bar,
-        )
     answers: list[list[SampledAnswer]] = []
-    for of_prompt in sampled:
+    for of_prompt in _sample(given, opened, prompts, settings, "answers"):
         answers.append([answer for group in of_prompt for answer in group])
     scores = score_replies(
         reward, prompts, [[answer.text for answer in group] for group in answers]

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, ModelQuery, find_model
+from weft.cli import model_arguments
 from weft.cli.parsing import CommandParser
-from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
+from weft.engine.spec import GenerationSpec, Head, ModelSpec
 from weft.engine.spec_parts import find_cache_problem
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
@@ -74,21 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics-port", type=int, help="port for Prometheus metrics at /metrics (default: none)"
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best available)")
-    parser.add_argument(
-        "--dtype",
-        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZE,
-        help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
-    )
-    parser.add_argument(
-        "--backend",
-        default=AUTO,
-        help="torch or hf (default: hf if weft does not implement the model's family)",
-    )
+    model_arguments.add_model_options(parser)
     parser.add_argument(
         "--token-file", type=Path, help="file with the token that requests must carry"
     )

@@ -283,16 +283,6 @@ class Tokenizer:
             rendered.find_lost_fields(self.render, talk, schemas, prompt=True), talk, self.name
         )
 
-    def encode_chat_with_mask(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None
-    ) -> tuple[list[int], list[bool]]:
-        """Tokenize a conversation and return (ids, mask).
-
-        The mask is True on the assistant's text and on the token that ends each assistant turn.
-        """
-        conversation = self.mask_chat(messages, tools)
-        return conversation.ids, conversation.mask
-
     def mask_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> chat.MaskedConversation:

@@ -36,7 +36,6 @@ from weft.topology import Layout
 ADAPTER_RANK = 16  # rank of the adapters that are measured
 MAX_LAYERS = 4  # layers of the network whose passes are measured
 MAX_DECODED_LAYERS = 8  # layers of the deeper network that decodes
-MAX_TOKENS = 2048  # tokens of the largest pack
 SEQUENCE = 128  # tokens of a sequence where the number of tokens varies
 LENGTHS = (512, 2048)  # further lengths of sequences, in a pack of as many tokens as the largest
 BATCHES = (1, 8, 16, 32)  # sequences that are decoded together

@@ -34,6 +34,7 @@ FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STATE_LIBRARY = "bitsandbytes"  # library for 8-bit optimizer states
 QUANTIZE = ("8bit", "4bit")
+FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 TPU = "tpu"  # value of the run's option `device` that only backend=jax has
 ATTENTION_KERNELS = ("auto", "xla", "splash", "cudnn")  # of backend=jax
 # What JAX keeps of a layer's activations, by the names of jax and EasyLM.
@@ -279,7 +280,7 @@ class ModelSpec:
         "tensorwise",
         "torchao's recipe for fp8: one scale a tensor (fastest), one a row, or that with exact "
         "gradients of weights",
-        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        choices=FP8_RECIPES,
     )
     quantize: str | None = option(
         None,

@@ -6,7 +6,7 @@ The prompts are plain texts or conversations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,11 @@ NEUTRAL: Mapping[str, Any] = {
 class SamplingSettings:
     """Named set of sampling options, either built into weft or read from a file.
 
-    `spec` has the values of all options. `file_values` has only the options that the set itself
-    defines, exactly as they were written.
+    `spec` has the values of all options.
     """
 
     name: str
     spec: GenerationSpec
-    file_values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
@@ -192,7 +190,7 @@ def _parse_settings(
         validate(spec)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return SamplingSettings(name, spec, dict(given))
+    return SamplingSettings(name, spec)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def build_choice_prompt(item: Item, shots: Sequence[Item] | None, count: int) ->
     """Return MMLU's prompt with the first `count` examples of the item's subject."""
     about = f" about {item['subset'].replace('_', ' ')}" if item["subset"] else ""
     head = f"The following are multiple choice questions (with answers){about}.\n\n"
-    answered = [f"{_build_choices(shot)} {_get_letter(shot)}\n\n" for shot in (shots or [])[:count]]
+    answered = []
+    for shot in (shots or [])[:count]:
+        answered.append(f"{_build_choices(shot)} {shot['letters'][shot['target']]}\n\n")
     return head + "".join(answered) + _build_choices(item)
 
 
@@ -30,10 +32,6 @@ def _build_choices(item: Item) -> str:
     for letter, choice in zip(item["letters"], item["choices"], strict=True):
         lines.append(f"{letter}. {choice}")
     return "\n".join([*lines, "Answer:"])
-
-
-def _get_letter(item: Item) -> str:
-    return str(item["letters"][item["target"]])
 
 
 def build_reasoned_prompt(item: Item, shots: str, count: int) -> str:

@@ -216,7 +216,6 @@ def compute_weight_gradient(
     return None
 
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 MULTIPLE = 16  # required divisor of both sizes of a matrix
 LEAST_FP8_CAPABILITY = (9, 0)  # Hopper
 

@@ -89,8 +89,8 @@ def build_page(
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
     # Build the charts; the one of the deciding metric comes first.
     listed = name_runs(runs)
-    measures = _list_measures(listed)
-    measure_charts = _build_charts(listed, measures)
+    measures = list_measures(listed)
+    measure_charts = build_comparison_charts(listed, measures)
     main = find_deciding_metric(listed)
     hero = next(
         (
@@ -282,7 +282,7 @@ def _render_cell(value: float | None, top: float | None) -> str:
     return f"<td>{format_number(value)}</td>"
 
 
-def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
+def list_measures(listed: Sequence[NamedRun]) -> list[Names]:
     """Return the metrics to compare. Each is a list that contains the metric's name in every run.
 
     The most informative metrics come first. The name is None in runs without the metric. A metric
@@ -402,12 +402,8 @@ def _render_numbers(listed: Sequence[NamedRun], rows: Sequence[str]) -> str:
     )
 
 
-def build_comparison_charts(listed: Sequence[NamedRun]) -> list[Chart]:
+def build_comparison_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list[Chart]:
     """Return a chart for each measure, with one line for each run that has the measure."""
-    return _build_charts(listed, _list_measures(listed))
-
-
-def _build_charts(listed: Sequence[NamedRun], measures: Sequence[Names]) -> list[Chart]:
     measure_charts: list[Chart] = []
     most = charts.compute_points_per_line(len(measures) * len(listed))
     for names in measures:

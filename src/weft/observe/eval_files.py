@@ -122,7 +122,6 @@ class FoundResults:
 
     scores: Sequence[EvaluationScore] = ()
     notes: Sequence[str] = ()
-    num_files: int = 0
 
 
 @dataclass
@@ -161,7 +160,7 @@ class ResultReader:
                 f"several results of {listed}{more}: the one with the most items is shown, and of "
                 f"these the newest"
             )
-        return FoundResults(list(scores.values()), notes, len(paths))
+        return FoundResults(list(scores.values()), notes)
 
     def load_items(self, score: EvaluationScore) -> tuple[ItemTable | None, str]:
         """Return (the items behind a score, "") or (None, the reason why they are unusable).

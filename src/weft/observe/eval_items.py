@@ -18,7 +18,6 @@ WRONG_TO_RIGHT = "wrong -> right"
 WORSE = "worse"
 BETTER = "better"
 KINDS = (RIGHT_TO_WRONG, WRONG_TO_RIGHT, WORSE, BETTER)
-CHOICES = "multiple_choice"
 NORMALIZED = ("acc_norm", "acc_bytes")
 
 

@@ -38,7 +38,6 @@ class MetricHelp:
 
 
 # Groups that other modules name.
-POLICY = "Policy"
 REWARD = "Rewards"
 CRITIC = "Critic"
 PREFERENCES = "Preferences"

@@ -2,7 +2,7 @@
 
     pipeline = Pipeline({0: first}, "1f1b", group)          # rank 0; {1: second} on rank 1
     pipeline.train(microbatches, loss)                      # adds to this rank's gradients
-    sum_tied_gradients(find_tied_copies(pipeline.networks), ends, device)
+    sum_tied_gradients(copies, ends, device)                # if the embedding is tied
     outputs = pipeline.forward(microbatches)                # on the last stage's rank, else None
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
@@ -487,22 +487,6 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
     if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
         return None
     return first if first.embed is last.embed else None
-
-
-def find_tied_copies(networks: Mapping[int, Transformer]) -> list[Tensor]:
-    """Return the trained embeddings of the first and last stage that are copies of one tied matrix.
-
-    Only copies on this rank are returned.
-    """
-    embeddings = []
-    for network in networks.values():
-        if (
-            network.config.tied
-            and network.kind == "lm"
-            and network.is_first_stage != network.is_last_stage
-        ):
-            embeddings.append(network.embed.weight)
-    return [parameter for parameter in embeddings if parameter.requires_grad]
 
 
 def sum_tied_gradients(

@@ -88,8 +88,9 @@ def build_placement(kind: Kind, ranks: int, stages_per_rank: int | None = None) 
     usual = STAGES_A_RANK.get(kind)
     if usual is not None and stages_per_rank not in (None, usual):
         were = "was" if stages_per_rank == 1 else "were"
+        stages = "one stage" if usual == 1 else f"{usual} stages"
         raise ConfigError(
-            f"pipeline_schedule={kind} has {_format_stages(usual)} per rank, and {stages_per_rank} {were} "
+            f"pipeline_schedule={kind} has {stages} per rank, and {stages_per_rank} {were} "
             "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
     if usual is None and stages_per_rank is not None and stages_per_rank < 2:
@@ -99,10 +100,6 @@ def build_placement(kind: Kind, ranks: int, stages_per_rank: int | None = None) 
             f"{kind.removeprefix('interleaved_')}"
         )
     return Placement(ranks, stages_per_rank or usual or 2, turns=kind == "zbv")
-
-
-def _format_stages(count: int) -> str:
-    return "one stage" if count == 1 else f"{count} stages"
 
 
 @cache

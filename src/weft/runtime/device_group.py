@@ -80,12 +80,8 @@ class DeviceGroup:
         self._announcing_calls: set[str] = set()
         # running interruptible calls, with the copy whose weights may be updated
         self._interruptible_calls: dict[Task, EngineKey] = {}
-        self._lock = threading.RLock()  # guards _locations and _store
-        shared = devices.shared_store
-        self._in_process = shared is not None
-        self._store = TensorStore() if shared is None else shared
-        self._store_rank = ON_DRIVER if shared is None else 0  # rank of _store in _locations
-        self._locations = TensorLocations()
+        self._in_process = devices.shared_store is not None
+        self._tensors = SampleTensors(devices, self._call_with_explanation)
         self._closed = False
         self._logs = logs
         self._dispatch = JobDispatcher(devices)
@@ -117,12 +113,12 @@ class DeviceGroup:
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
         on_failed = self._make_failure_callback(task)
-        parameters = self._parameters
-        update = parameters.update_running_copy if node.interruptible else parameters.update_copy
+        copies = self._parameters.copies
+        update = copies.update_running_copy if node.interruptible else copies.update_copy
         weights = update((node.role, mesh), on_failed, version)
-        moved_weights = parameters.take_moved_bytes((node.role, mesh))
+        moved_weights = copies.take_moved_bytes((node.role, mesh))
         if keeps:
-            parameters.save_weights(node.role, step, on_failed)
+            copies.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
         ids = collect_owners([part for minibatch in parts for part in minibatch])
         of_rank = {
@@ -139,16 +135,16 @@ class DeviceGroup:
             announces = mfc in self._announcing_calls
             command = RunCall(mfc, step, of_rank[rank], described, announces, weights)
             keys = (*node.inputs, *node.optional_inputs)
-            wanted[rank] = self._request_missing(rank, own[rank], keys)
-            return command, self._build_command_tensors(wanted[rank], shared)
+            wanted[rank] = self._tensors.request_missing(rank, own[rank], keys)
+            return command, self._tensors.build_command_tensors(wanted[rank], shared)
 
         def on_finished(ends: Mapping[int, CommandReport]) -> None:
             self._interruptible_calls.pop(task, None)
             results = {rank: report.value for rank, report in ends.items()}
             for rank, result in results.items():
-                self._record_transfers(rank, wanted[rank])
+                self._tensors.record_transfers(rank, wanted[rank])
                 if result.outputs is not None:
-                    self._record_outputs(rank, result.outputs, again=rank not in first)
+                    self._tensors.record_outputs(rank, result.outputs, again=rank not in first)
             if self._in_process:
                 self.events.put(TaskFinished(task, results[0]))
                 return
@@ -160,7 +156,7 @@ class DeviceGroup:
 
         def on_announced(rank: int, event: OutputsAnnounced) -> None:
             if rank in first:
-                self._record_outputs(rank, event.outputs)
+                self._tensors.record_outputs(rank, event.outputs)
                 self.events.put(event)
 
         # Submit the call, then mark copies as outdated if it trains.
@@ -180,14 +176,14 @@ class DeviceGroup:
             self._interruptible_calls[task] = node.role, mesh
         self._dispatch.submit(job)
         if node.trains:
-            parameters.record_training(node.role, job, step + 1)
+            copies.record_training(node.role, job, step + 1)
             self._update_running_copies(node.role, on_failed)
 
     def _update_running_copies(self, role: str, on_failed: Callable[[BaseException], None]) -> None:
         """Update the copies of a role that interruptible calls are using."""
         for place in set(self._interruptible_calls.values()):
             if place[0] == role:
-                self._parameters.update_running_copy(place, on_failed)
+                self._parameters.copies.update_running_copy(place, on_failed)
 
     def _describe_samples(
         self, minibatches: Sequence[SampleMeta], ids: Sequence[str]
@@ -206,52 +202,6 @@ class DeviceGroup:
             self._ask("opening its log", self._ranks, commands.RedirectOutput(self._logs))
             self._logs = None
 
-    def _request_missing(
-        self, rank: int, ids: Sequence[str], keys: Iterable[str]
-    ) -> list[TensorRequest]:
-        with self._lock:
-            wants = self._locations.find_missing(rank, ids, keys)
-            for want in wants:
-                self._locations.record_transfer(rank, want.ids, want.keys)
-        return wants
-
-    def _record_transfers(self, rank: int, wants: Sequence[TensorRequest]) -> None:
-        with self._lock:
-            for want in wants:
-                self._locations.record_copy(rank, want.ids, want.keys)
-
-    def _build_command_tensors(
-        self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
-    ) -> CommandTensors:
-        """Build the `CommandTensors` with which a rank gets the tensors in `wants`.
-
-        The rank itself requests tensors from other devices. Tensors on the driver are serialized
-        and shared in advance, and the rank gets handles of them. `shared` caches these handles for
-        the other ranks of the same call.
-        """
-        rows = []
-        for want in wants:
-            if want.rank == ON_DRIVER:
-                rows.append((want.ids, want.keys))
-        for row in rows:
-            if row not in shared:
-                with self._lock:
-                    sample = self._store.fetch(*row)
-                # Metadata is sent separately, in `RunCall.descriptions`.
-                plain = SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)
-                shared[row] = self._devices.share(plain.to_bytes())
-        return CommandTensors(
-            [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
-        )
-
-    def _record_outputs(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
-        with self._lock:
-            (self._locations.record_copy if again else self._locations.record_computed)(
-                rank, outputs.ids, outputs.keys
-            )
-            if outputs.metadata and rank != self._store_rank:
-                self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
-
     def _make_start_callback(self, task: Task) -> Callable[[], None]:
         return lambda: self.events.put(TaskStarted(task))
 
@@ -269,31 +219,15 @@ class DeviceGroup:
     # -- tensors on the driver
 
     def put(self, sample: SequenceSample) -> SampleMeta:
-        with self._lock:
-            self._locations.record_computed(self._store_rank, sample.ids, sample.keys)
-            return self._store.put(sample)
+        return self._tensors.put(sample)
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        wanted = list(keys)
-        with self._lock:
-            wanted += [
-                key for key in self._locations.select_available(ids, optional) if key not in wanted
-            ]
-            wants = self._locations.find_missing(self._store_rank, ids, wanted)
-        raws = self._call_with_explanation(lambda: self._devices.export(wants)) if wants else []
-        with self._lock:
-            for want, raw in zip(wants, raws, strict=True):
-                self._store.put(SequenceSample.from_bytes(raw))
-                self._locations.record_copy(self._store_rank, want.ids, want.keys)
-            return self._store.fetch(ids, wanted)
+        return self._tensors.fetch(ids, keys, optional)
 
     def discard(self, ids: Iterable[str]) -> None:
-        with self._lock:
-            ids_by_rank = self._locations.discard(ids)
-            self._store.discard(ids_by_rank.pop(self._store_rank, ()))
-        for rank, held in ids_by_rank.items():
+        for rank, held in self._tensors.discard(ids).items():
             self._ask("discarding tensors", [rank], commands.DiscardSamples(held))
 
     def sync(self, s: ParamSync, step: int) -> None:
@@ -307,8 +241,7 @@ class DeviceGroup:
 
     def snapshot(self, d: Path) -> Future[None]:
         if not self._in_process:  # otherwise the device writes the store
-            with self._lock:
-                write_samples(d / DRIVER_FOLDER, self._store)
+            self._tensors.save(d / DRIVER_FOLDER)
         return _drop_result(
             self._ask("writing the recovery point", self._ranks, commands.WriteSnapshot(d))
         )
@@ -318,14 +251,11 @@ class DeviceGroup:
             raise CheckpointError(f"{d}: contains no state of workers")
         command = commands.RestoreSnapshot(d, len(self._ranks))
         outputs_by_rank = self._ask("loading the recovery point", self._ranks, command).result()
-        self._parameters.reset()
+        self._parameters.copies.reset()
         for rank in sorted(outputs_by_rank):
             for held in outputs_by_rank[rank]:
-                self._record_outputs(rank, held, again=True)
-        for sample in read_samples([d / DRIVER_FOLDER]):
-            with self._lock:
-                self._locations.record_copy(self._store_rank, sample.ids, sample.keys)
-                self._store.put(sample)
+                self._tensors.record_outputs(rank, held, again=True)
+        self._tensors.load(d / DRIVER_FOLDER)
 
     def save(self, role: str, directory: Path) -> Future[None]:
         command = commands.SaveModel(role, directory)
@@ -413,6 +343,119 @@ class DeviceGroup:
             DeviceJob(what, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
         )
         return future
+
+
+class SampleTensors:
+    """Tensors of the run's samples: those on the driver, and the locations of all.
+
+    `ask_devices` calls a function that waits for the devices, and explains why they were lost.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceTransport,
+        ask_devices: Callable[[Callable[[], list[bytes]]], list[bytes]],
+    ) -> None:
+        self._devices = devices
+        self._ask_devices = ask_devices
+        self._lock = threading.RLock()  # guards _locations and _store
+        shared = devices.shared_store
+        self._store = TensorStore() if shared is None else shared
+        self._rank = ON_DRIVER if shared is None else 0  # rank of _store in _locations
+        self._locations = TensorLocations()
+
+    # -- for the devices
+
+    def request_missing(
+        self, rank: int, ids: Sequence[str], keys: Iterable[str]
+    ) -> list[TensorRequest]:
+        """Return requests for the tensors that a rank lacks, and record that it will get them."""
+        with self._lock:
+            wants = self._locations.find_missing(rank, ids, keys)
+            for want in wants:
+                self._locations.record_transfer(rank, want.ids, want.keys)
+        return wants
+
+    def record_transfers(self, rank: int, wants: Sequence[TensorRequest]) -> None:
+        """Record that a rank has received the tensors that it requested."""
+        with self._lock:
+            for want in wants:
+                self._locations.record_copy(rank, want.ids, want.keys)
+
+    def build_command_tensors(
+        self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
+    ) -> CommandTensors:
+        """Build the `CommandTensors` with which a rank gets the tensors in `wants`.
+
+        The rank itself requests tensors from other devices. Tensors on the driver are serialized
+        and shared in advance, and the rank gets handles of them. `shared` caches these handles for
+        the other ranks of the same call.
+        """
+        rows = []
+        for want in wants:
+            if want.rank == ON_DRIVER:
+                rows.append((want.ids, want.keys))
+        for row in rows:
+            if row not in shared:
+                with self._lock:
+                    sample = self._store.fetch(*row)
+                # Metadata is sent separately, in `RunCall.descriptions`.
+                plain = SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)
+                shared[row] = self._devices.share(plain.to_bytes())
+        return CommandTensors(
+            [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
+        )
+
+    def record_outputs(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
+        """Record the outputs of a rank; with `again`, another rank has computed them already."""
+        with self._lock:
+            (self._locations.record_copy if again else self._locations.record_computed)(
+                rank, outputs.ids, outputs.keys
+            )
+            if outputs.metadata and rank != self._rank:
+                self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
+
+    # -- on the driver
+
+    def put(self, sample: SequenceSample) -> SampleMeta:
+        with self._lock:
+            self._locations.record_computed(self._rank, sample.ids, sample.keys)
+            return self._store.put(sample)
+
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample:
+        wanted = list(keys)
+        with self._lock:
+            wanted += [
+                key for key in self._locations.select_available(ids, optional) if key not in wanted
+            ]
+            wants = self._locations.find_missing(self._rank, ids, wanted)
+        raws = self._ask_devices(lambda: self._devices.export(wants)) if wants else []
+        with self._lock:
+            for want, raw in zip(wants, raws, strict=True):
+                self._store.put(SequenceSample.from_bytes(raw))
+                self._locations.record_copy(self._rank, want.ids, want.keys)
+            return self._store.fetch(ids, wanted)
+
+    def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
+        """Discard the driver's tensors of `ids`, and return the ids that each other rank has."""
+        with self._lock:
+            ids_by_rank = self._locations.discard(ids)
+            self._store.discard(ids_by_rank.pop(self._rank, ()))
+        return ids_by_rank
+
+    def save(self, folder: Path) -> None:
+        """Write the driver's tensors into a recovery point."""
+        with self._lock:
+            write_samples(folder, self._store)
+
+    def load(self, folder: Path) -> None:
+        """Read the driver's tensors from a recovery point."""
+        for sample in read_samples([folder]):
+            with self._lock:
+                self._locations.record_copy(self._rank, sample.ids, sample.keys)
+                self._store.put(sample)
 
 
 def _measure_ranks(ends: Mapping[int, CommandReport]) -> dict[str, float]:

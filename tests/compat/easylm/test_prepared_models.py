@@ -179,5 +179,6 @@ def test_a_real_tokenizer_of_llama_2_is_copied(data_dir: Path, tmp_path: Path) -
     text = "Hello world, 1234 Ω\n  def f(x):"
     assert tokenizer.encode(text) == [1, *processor.encode(text)]
     assert tokenizer.vocab_size == 32000 and tokenizer.list_stop_ids() == [2]
-    ids, mask = tokenizer.encode_chat_with_mask(TALK[:2])
+    conversation = tokenizer.mask_chat(TALK[:2])
+    ids, mask = conversation.ids, conversation.mask
     assert ids[0] == 1 and ids[-1] == 2 and tokenizer.decode(ids[mask.index(True) :]) == "Yes</s>"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.compat.open_assistant.key_mapping import IMPLIED, KeyMapping
-from weft.compat.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, format_key_table, map_keys
+from weft.compat.open_assistant.key_mapping import IMPLIED, RL, RM, SFT, KeyMapping
+from weft.compat.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, map_keys
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
@@ -346,10 +346,22 @@ def test_grpo_takes_what_it_has() -> None:
     )
 
 
+def key_table() -> str:
+    """The Markdown table of Open-Assistant's keys and the options that they are mapped to."""
+    names = {SFT: "sft", RM: "rw", RL: "ppo"}
+    lines = ["| key | read by | in weft |", "|---|---|---|"]
+    for name, key in {**KEYS, **TRLX}.items():
+        if name != "implied":
+            says = key.says.replace("|", "\\|")
+            lines.append(
+                f"| `{name.removeprefix('trlx.')}` | "
+                f"{', '.join(names[mode] for mode in key.modes)} | {says} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def test_the_page_has_the_table(repo: Path) -> None:
     page = (repo / "docs" / "open-assistant.md").read_text()
-    assert format_key_table() in page, (
-        "put weft.compat.open_assistant.keys.format_key_table() into docs/open-assistant.md"
-    )
+    assert key_table() in page, "put key_table() of this file into docs/open-assistant.md"
     assert all(f"| `{name}` |" in page for name in THEIRS)
     assert all(f"| `{name.removeprefix('trlx.')}` |" in page for name in TRLX if name != "implied")

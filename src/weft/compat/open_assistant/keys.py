@@ -535,20 +535,3 @@ def _set_implied_options(done: KeyMapping) -> None:
         if part in str(done.get("model_name", "")):
             at.set_option("{first}.tokenizer.pad_token", padding)
             at.set_option("{first}.tokenizer.eos_token", end)
-
-
-def format_key_table() -> str:
-    """Return a Markdown table of Open-Assistant's keys and the options that they are mapped to.
-
-    The table is part of docs/open-assistant.md; a test compares the two.
-    """
-    names = {SFT: "sft", RM: "rw", RL: "ppo"}
-    lines = ["| key | read by | in weft |", "|---|---|---|"]
-    for name, key in {**KEYS, **TRLX}.items():
-        if name != "implied":
-            says = key.says.replace("|", "\\|")
-            lines.append(
-                f"| `{name.removeprefix('trlx.')}` | "
-                f"{', '.join(names[mode] for mode in key.modes)} | {says} |"
-            )
-    return "\n".join(lines) + "\n"

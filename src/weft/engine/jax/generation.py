@@ -91,7 +91,7 @@ class CompiledDecoder:
         self.prefill = compile(_prefill, donate_argnums=1)
         self.decode = compile(_decode, donate_argnums=1)
         self.decode_and_sample = compile(_decode_and_sample, donate_argnums=1)
-        self.compute_logits = compile(_compute_logits)
+        self.compute_logits = compile(compute_logits)
         self.copy_slot = compile(_copy_slot, donate_argnums=0)
         self.grow = compile(_grow, static_argnames=("slots", "capacity"))
 
@@ -514,10 +514,6 @@ def _invert_cdf(weights: Array, uniforms: Array) -> Array:
     before = jnp.where(block > 0, ends[rows, jnp.maximum(block - 1, 0)], 0)
     inside = jnp.cumsum(blocks[rows, block], axis=-1)
     return block * CDF_BLOCK + find_first_above(inside, target - before)
-
-
-def _compute_logits(parameters: Parameters, hidden: Array, *, decoder: DecoderSettings) -> Array:
-    return compute_logits(parameters, hidden, decoder)
 
 
 def _copy_slot(cache: Cache, source: Array, places: Array, *, decoder: DecoderSettings) -> Cache:

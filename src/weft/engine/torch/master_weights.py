@@ -67,7 +67,6 @@ class MasterWeights:
         blocks: Sequence[nn.Module] = (),
     ) -> None:
         self._network = network
-        self._home = home
         self._shards = shards
         self._lane = lane
         self._blocks = blocks

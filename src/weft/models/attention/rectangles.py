@@ -22,8 +22,6 @@ from weft import kernels
 from weft.kernels import AttentionSpec
 from weft.models.attention.contexts import AttentionInputs, Dense, SequenceBucket
 
-Drop = Callable[[SequenceBucket, Tensor], Tensor]
-
 
 def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim]."""

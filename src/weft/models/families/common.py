@@ -264,15 +264,6 @@ def layer_types(config: TransformerConfig) -> list[str]:
 # -- keys
 
 
-def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
-    """Return the checkpoint location of a parameter that is stored unchanged in the tensor `hf`.
-
-    `name` is the canonical name of the parameter, and `part` is the part of the network that has
-    it.
-    """
-    return Key(name, hf, part)
-
-
 def linear(
     name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
@@ -334,7 +325,7 @@ HF_BLOCK = "model.layers.{i}"
 
 def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the locations of the embedding, last norm and output layer in a Llama checkpoint."""
-    embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
+    embed = Key("embed.weight", "model.embed_tokens.weight", "embedding")
     keys = (embed, *norm("norm", "model.norm", config, "head"))
     if config.tied:
         return keys
@@ -351,7 +342,7 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
     keys += linear(f"{ours}.o", f"{theirs}.o_proj", bias=config.o_bias)
     if config.qk_norm is not None:
         keys += tuple(
-            tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
+            Key(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
         )
     return keys
 
@@ -375,3 +366,12 @@ def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
 def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the locations of all parameters in a Llama-like checkpoint."""
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))
+
+
+def build_llama_keys(config: TransformerConfig, names: Mapping[str, str]) -> tuple[Key, ...]:
+    """Return the locations of all parameters in a checkpoint that differs from Llama in its norms.
+
+    `names` maps the name of each norm of a block to its name in the checkpoint.
+    """
+    norms = (Key(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in names.items())
+    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *norms)

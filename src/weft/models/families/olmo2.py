@@ -30,17 +30,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
-    names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
-    norms = (
-        common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight")
-        for a, b in names.items()
-    )
-    return (
-        *common.llama_ends(config),
-        *common.llama_attention(config),
-        *common.llama_mlp(config),
-        *norms,
-    )
+    norms = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
+    return common.build_llama_keys(config, norms)
 
 
 FAMILY = Family(

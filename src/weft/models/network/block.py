@@ -18,7 +18,7 @@ from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network import dropout
 from weft.models.network.config import TransformerConfig
-from weft.models.network.dropout import TokenDropout, with_layer
+from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE, MoEAuxLoss
 from weft.models.network.packed import Packed
@@ -269,7 +269,8 @@ class Block(nn.Module):
             layer = torch.tensor(self.layer)
         stream = at.stream or ResidualStream(at.rows, at.mlp_dropout)
         dropped, late, added = (
-            with_layer(each, layer) for each in (at.dropout, at.mlp_dropout, stream.dropout)
+            None if each is None else replace(each, layer=layer)
+            for each in (at.dropout, at.mlp_dropout, stream.dropout)
         )
         mixed = _select(self.attention.attend(into(self, x, dropped), at), at.mlp_rows)
         aux_loss = at.pack.aux_loss

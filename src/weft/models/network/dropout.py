@@ -152,11 +152,6 @@ class EmbeddingDropout(nn.Module):
         return states if how is None else how.drop(states, rate, EMBEDDING)
 
 
-def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return a copy of `how` for the layer with the given index, or None if `how` is None."""
-    return None if how is None else replace(how, layer=layer)
-
-
 def _is_kept(words: Tensor, rate: float) -> Tensor:
     """Return a mask of the elements to keep, which is True with probability 1 - rate.
 
