@@ -114,6 +114,14 @@ def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dataset.train_bs_n_seqs=64" in page
 
 
+def test_unused_devices_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft", "model.path=tiny", "search.gpu=H100", "--no-data", "--no-options")
+    assert main(["plan", "run", *words, "n_gpus_per_node=8"]) == 0
+    assert "1 of 8 devices used; allocation_mode=search" in capsys.readouterr().out
+    assert main(["plan", "run", *words, "n_gpus_per_node=8", "model.layout=d8"]) == 0
+    assert "devices used" not in capsys.readouterr().out
+
+
 def test_a_search_on_this_cpu_is_no_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft", "model.path=tiny", "search.gpu=H100", "device=cpu", "--no-data")
     search = ("allocation_mode=search", "n_gpus_per_node=2", "--no-options")

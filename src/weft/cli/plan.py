@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     parser, realloc_parser = _build_parsers()
     arguments, rest = parser.parse_known_args(list(argv))
     # Arguments of weft quickstart can also follow flags.
-    if arguments.command in ("search", "run", "cost") and not any(
+    if arguments.command in ("search", "run", "show", "cost") and not any(
         word.startswith("--") for word in rest
     ):
         arguments.words += rest

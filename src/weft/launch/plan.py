@@ -31,10 +31,11 @@ from weft.engine.device import (
 )
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.shared_prefixes import find_shared_prefixes
-from weft.engine.spec import TPU
+from weft.engine.spec import MAX_NEW_TOKENS, TPU
 from weft.errors import ConfigError, UserError
 from weft.experiment import Experiment
 from weft.experiments.planned_networks import MODULES, build_planned_network
+from weft.graph.mfc import MFCDef
 from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.memory import measure_file_pages_gb
@@ -102,8 +103,8 @@ def build_plan_lines(
         batch, lengths = build_assumed_batch(experiment)
         given = [batch] if step is None else step.problem
         notes = [
-            f"data: not read; memory is that of {lengths}, which dataset.max_prompt_len and "
-            f"dataset.max_seqlen bound"
+            f"data: not read; memory is that of {lengths}, which dataset.max_seqlen, or "
+            f"dataset.max_prompt_len and gen.max_new_tokens, bound"
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
     assumed = step
@@ -316,22 +317,22 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     written = select_written_dataset(experiment)
     search = experiment.config.get("search") or {}
     # Calls that sample a share of the completions also read the rows' own completions.
-    samples = any(
-        call.method == "generate" and "share" not in call.args
-        for call in experiment.graph.list_model_calls()
-    )
+    samplers = []
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate" and "share" not in call.args:
+            samplers.append(call)
     most = written.get("max_seqlen")
     total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
-    prompt = (
-        search.get("prompt_tokens")
-        or written.get("max_prompt_len")
-        or min(DEFAULT_PROMPT_TOKENS, total // 2)
-    )
+    longest = written.get("max_prompt_len")
+    usual = longest or DEFAULT_PROMPT_TOKENS
+    if not samplers or not longest:
+        usual = min(usual, max(1, total // 2))
+    prompt = search.get("prompt_tokens") or usual
     answer = search.get("answer_tokens") or max(1, total - prompt)
     size = experiment.graph.get_node(experiment.steps_follow).batch_size
     size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
     lengths = {"prompt": [[prompt]] * size}
-    if not samples:
+    if not samplers:
         lengths["completion"] = [
             [answer] * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
         ] * size
@@ -339,11 +340,18 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     for key, groups in lengths.items():
         data[key] = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
     batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
-    if samples:
-        long = f"prompts of {prompt:,} tokens"
+    if samplers:
+        long = f"prompts of {prompt:,} tokens and {_describe_answers(samplers[0], search)}"
     else:
         long = f"rows of {prompt:,} + {answer:,} tokens"
     return batch, long
+
+
+def _describe_answers(call: MFCDef, search: Mapping[str, Any]) -> str:
+    """Return a phrase for the lengths of the answers that a call samples."""
+    longest = int(call.args.get("max_new_tokens") or MAX_NEW_TOKENS)
+    mean = search.get("answer_tokens") or longest
+    return f"answers of {mean:,}" + (f" (at most {longest:,})" if mean < longest else "")
 
 
 def _forecast(

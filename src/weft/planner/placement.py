@@ -466,12 +466,19 @@ class CallLengths:
 def _estimate_lengths(
     experiment: Experiment, spec: SearchSpec, written: DatasetSpec, rows: RowLengths | None
 ) -> CallLengths:
-    """Return the estimated lengths of sequences, from the options and the rows if they were read."""
+    """Return the estimated lengths of sequences, from the options and the rows if they were read.
+
+    Raises `ConfigError` if the lengths that `spec` sets exceed the limits of the run.
+    """
     # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":
             samplers.append(call)
+    new = None
+    if samplers:
+        new = int(samplers[0].args.get("max_new_tokens") or MAX_NEW_TOKENS)
+    _check_lengths(spec, written, new)
     # Prefer the lengths that the user set, then those of the data.
     if rows is not None:
         return _measure_lengths(spec, rows, samplers)
@@ -480,16 +487,46 @@ def _estimate_lengths(
         or written.max_prompt_len
         or min(DEFAULT_PROMPT_TOKENS, experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS)
     )
-    if samplers:
-        args = samplers[0].args
-        new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
-        samples = int(args.get("samples_per_prompt", 1))
+    if new is not None:
+        samples = int(samplers[0].args.get("samples_per_prompt", 1))
         return CallLengths(prompt, spec.answer_tokens or new, samples, longest_answer=new)
     most = written.limit
     if most is None:
         return CallLengths(prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1)
-    prompt = min(prompt, max(1, most // 2))
+    prompt = spec.prompt_tokens or min(prompt, max(1, most // 2))
     return CallLengths(prompt, spec.answer_tokens or max(1, most - prompt), 1)
+
+
+def _check_lengths(spec: SearchSpec, written: DatasetSpec, longest_answer: int | None) -> None:
+    """Raise `ConfigError` if assumed lengths exceed the limits that the user has set.
+
+    `longest_answer` is the limit of sampled answers, or None if the rows have the answers.
+    """
+    prompt, answer = spec.prompt_tokens, spec.answer_tokens
+    limit = written.max_prompt_len
+    if prompt is not None and limit is not None and prompt > limit:
+        raise ConfigError(
+            f"search.prompt_tokens={prompt}: prompts have at most dataset.max_prompt_len={limit} "
+            "tokens; lower the first or raise the second"
+        )
+    if longest_answer is not None:
+        if answer is not None and answer > longest_answer:
+            raise ConfigError(
+                f"search.answer_tokens={answer}: sampled answers have at most "
+                f"gen.max_new_tokens={longest_answer} tokens; lower the first or raise the second"
+            )
+        return
+    longest_row = written.limit
+    if longest_row is not None and (prompt or 1) + (answer or 1) > longest_row:
+        name, tokens = max(
+            ("search.prompt_tokens", prompt or 1),
+            ("search.answer_tokens", answer or 1),
+            key=lambda pair: pair[1],
+        )
+        raise ConfigError(
+            f"{name}={tokens}: rows have at most dataset.max_seqlen={longest_row} tokens, prompt "
+            "and answer together; lower the first or raise the second"
+        )
 
 
 def _measure_lengths(spec: SearchSpec, rows: RowLengths, samplers: Sequence[MFCDef]) -> CallLengths:
