@@ -207,6 +207,19 @@ def test_a_plan_that_does_not_fit_the_run_is_refused(
     assert told in capsys.readouterr().err
 
 
+def test_a_plan_that_nobody_has_edited_is_as_its_file_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The rows and the model's context are shorter than what the plan of a search assumes."""
+    words = ("sft", "model.path=tiny", "device=cpu", "n_gpus_per_node=2")
+    assert main(["plan", "search", *words, "--output", "found.yaml"]) == 0
+    more = ("dataset.path=rows.jsonl", "allocation_mode=found.yaml")
+    for dry_run in ("--dry-run", "--dry-run=config"):
+        capsys.readouterr()
+        assert main(["quickstart", *words, *more, dry_run]) == 0
+        assert "found.yaml: " not in capsys.readouterr().out
+
+
 def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*LARGE_WORDS, "n_gpus_per_node=4", "allocation_mode=plan.yaml", "--no-options")
     estimated = 'devices: "0-3", estimated: {seconds: 9.0}'

@@ -160,6 +160,7 @@ def test_thousands_of_devices_are_one_group(root: Path, capsys: pytest.CaptureFi
         (("--timeline", "notes.txt"), "--timeline notes.txt: exists"),
         (("device=cuda",), "search.gpu=H100"),
         (("search.gpu=unheard-of",), "unheard-of"),
+        (("device=cpu", "search.profile=notes.txt"), "notes.txt: the profile is damaged"),
     ],
 )
 def test_bad_input_writes_nothing(

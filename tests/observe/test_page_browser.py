@@ -144,7 +144,9 @@ def test_bars_of_a_plan_are_seen_on_every_screen(
             f"return [...document.querySelectorAll('{selector}')].map(e => e.clientWidth)"
         )
         assert widths and min(widths) > 0
-    tall = "return [...document.querySelectorAll('.scroll')].map(e => e.scrollHeight - e.clientHeight)"
+    tall = (
+        "return [...document.querySelectorAll('.scroll')].map(e => e.scrollHeight - e.clientHeight)"
+    )
     assert max(window.run(tall)) <= 0
     window.resize(1280, 900)
 

@@ -12,7 +12,7 @@ from weft.cli.plan_run import WORDS, build_planned_config
 from weft.errors import ConfigError
 from weft.planner.devices import GIB
 from weft.planner.placement import SEARCH, is_plan_path
-from weft.planner.profile import NOTE
+from weft.planner.profile import refuse_unusable_profiles
 
 if TYPE_CHECKING:
     from weft.experiments.common import RunConfig
@@ -63,9 +63,7 @@ def print_search(arguments: argparse.Namespace) -> None:
     config = replace(given, allocation_mode=SEARCH)
     planned, target = plan_experiment(with_assumed_lengths(config))
     experiment = planned.experiment
-    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
-    if stale:
-        raise ConfigError("\n".join(stale))
+    refuse_unusable_profiles(experiment.plan_notes)
     missing = [note for note in experiment.plan_notes if "config.json is not" in note]
     if missing and not experiment.search:
         raise ConfigError("\n".join(missing))

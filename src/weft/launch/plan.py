@@ -54,7 +54,7 @@ from weft.planner.placement import (
     SearchSpec,
     is_plan_path,
 )
-from weft.planner.plan_file import parse_plan
+from weft.planner.plan_file import PLAN, parse_plan
 from weft.planner.problem import PlacementProblem
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.planner.row_lengths import RowLengths
@@ -107,9 +107,9 @@ def build_plan_lines(
             f"dataset.max_prompt_len and gen.max_new_tokens, bound"
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
-    assumed = step
-    if experiment.plan and data is not None:
-        assumed = forecast_run_step(experiment, target)
+    assumed = None
+    if experiment.plan:
+        assumed = forecast_run_step(_with_planned_lengths(experiment), target)
     target, expected = _forecast(experiment, facts, given, target)
     described = describe_run(
         experiment,
@@ -200,6 +200,37 @@ def name_device_type(target: TargetDevices) -> str:
     if is_mixed(target.name):
         return target.name
     return find_gpu_rates(target.name, "bfloat16").name
+
+
+def _with_planned_lengths(experiment: Experiment) -> Experiment:
+    """Return the experiment with the lengths that its plan assumes, where options limit none.
+
+    Without rows, these are assumptions, and only other causes of other estimates are of interest.
+    """
+    assert experiment.plan is not None
+    estimates = parse_plan(experiment.plan, PLAN).estimates
+    search = dict(experiment.config.get("search") or {})
+    written = select_written_dataset(experiment)
+    names = []
+    if _list_samplers(experiment):
+        if written.get("max_prompt_len") is None:
+            names = ["prompt_tokens"]
+    elif not isinstance(written.get("max_seqlen"), int):
+        names = ["prompt_tokens", "answer_tokens"]
+    for name in names:
+        planned = estimates.get(name)
+        if search.get(name) is None and type(planned) is int and planned > 0:
+            search[name] = planned
+    return replace(experiment, config={**experiment.config, "search": search})
+
+
+def _list_samplers(experiment: Experiment) -> list[MFCDef]:
+    """Return the calls that sample all answers; a call that samples a share also reads those of rows."""
+    samplers = []
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate" and "share" not in call.args:
+            samplers.append(call)
+    return samplers
 
 
 def compare_with_plan(
@@ -316,15 +347,12 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     """
     written = select_written_dataset(experiment)
     search = experiment.config.get("search") or {}
-    # Calls that sample a share of the completions also read the rows' own completions.
-    samplers = []
-    for call in experiment.graph.list_model_calls():
-        if call.method == "generate" and "share" not in call.args:
-            samplers.append(call)
+    samplers = _list_samplers(experiment)
     most = written.get("max_seqlen")
     total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
     longest = written.get("max_prompt_len")
-    usual = longest or DEFAULT_PROMPT_TOKENS
+    limit = experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS
+    usual = longest or min(DEFAULT_PROMPT_TOKENS, limit)
     if not samplers or not longest:
         usual = min(usual, max(1, total // 2))
     prompt = search.get("prompt_tokens") or usual

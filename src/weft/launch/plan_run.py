@@ -44,7 +44,7 @@ from weft.planner.placement import (
     is_plan_path,
 )
 from weft.planner.plan_file import format_layout
-from weft.planner.profile import NOTE
+from weft.planner.profile import refuse_unusable_profiles
 from weft.planner.run_plan import group_roles_by_device
 from weft.planner.step_forecast import StepForecast
 
@@ -231,9 +231,7 @@ def forecast_experiment(
     given = step.problem if rows is None else batches
     expected = forecast(experiment, facts, given, target.device, capacity=target.usable)
     needed, worst = find_largest_need(experiment, expected)
-    stale = [note for note in step.notes if note.startswith(NOTE)]
-    if stale:
-        raise ConfigError("\n".join(stale))
+    refuse_unusable_profiles(step.notes)
     steps = max_steps
     epochs = None
     if rows is not None:
