@@ -189,6 +189,7 @@ def test_options_that_help_are_shown_fastest_first(folder: Path) -> None:
     lines = format_options(base, select_options(base, tried))
     assert [line.split()[0] for line in lines] == ["options", "as", "faster", "smaller"]
     assert lines[2].split()[1:] == ["1", f"{1.5 * now:,.0f}", "12.0"]
+    assert format_options(base, [option("tiny", now, 0.0123)])[2].split()[3] == "0.012"
 
 
 def test_options_with_which_a_run_fits_or_else_the_smallest(folder: Path) -> None:

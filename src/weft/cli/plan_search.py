@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.plan_run import WORDS, build_planned_config
 from weft.errors import ConfigError
+from weft.observe.metrics import format_three_digits
 from weft.planner.devices import GIB
 from weft.planner.placement import SEARCH, is_plan_path
 from weft.planner.profile import refuse_unusable_profiles
@@ -114,8 +115,10 @@ def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
     """Return a line that compares the plan of a file with the placement that was found."""
     a, b = mine.step.step_seconds, best.step.step_seconds
     fits = "" if mine.fits else ", which does not fit"
-    line = f"{path}: {a:.3g} s per step and {mine.needed / GIB:.1f} GiB of a device{fits}; the search finds "
-    line += f"{b:.3g} s and {best.needed / GIB:.1f} GiB"
+    line = (
+        f"{path}: {format_three_digits(a)} s per step and {mine.needed / GIB:.1f} GiB of a device"
+        f"{fits}; the search finds {format_three_digits(b)} s and {best.needed / GIB:.1f} GiB"
+    )
     return line if b == a else f"{line} ({a / b:.2f} times as fast)"
 
 

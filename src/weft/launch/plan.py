@@ -39,7 +39,7 @@ from weft.graph.mfc import MFCDef
 from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.memory import measure_file_pages_gb
-from weft.observe.metrics import PREDICTED
+from weft.observe.metrics import PREDICTED, format_three_digits
 from weft.observe.plan_table import build_plan
 from weft.observe.predicted import PEAK, PEAK_MEMORY, STEP_SECONDS, WEIGHTS, PredictedStep
 from weft.observe.progress import RunPlan
@@ -264,7 +264,9 @@ def compare_with_plan(
         if not isinstance(then, int | float) or then <= 0:
             continue
         if abs(seconds - then) > SHOWN_DIFFERENCE * then:
-            changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
+            changed.append(
+                f"{name} {format_three_digits(then)} s there, {format_three_digits(seconds)} s now"
+            )
     if changed:
         lines.append(
             f"{source}: other estimates than in the file, since it was edited or the options "

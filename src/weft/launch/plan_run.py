@@ -34,6 +34,7 @@ from weft.launch.run import (
     mark_as_planned,
     set_up_experiment,
 )
+from weft.observe.metrics import format_three_digits
 from weft.planner.candidates import list_layouts
 from weft.planner.devices import GIB
 from weft.planner.forecast import SHARDS, MemoryForecast, list_memory_options
@@ -470,12 +471,13 @@ def format_options(base: RunForecast, options: Sequence[OptionForecast]) -> list
             marks.append(f"{each.num_devices} devices")
         if each.option.lacks:
             marks.append(f"needs {each.option.lacks}")
+        gib = each.needed / GIB
         rows.append(
             (
                 " ".join(each.option.words),
-                f"{each.step_seconds:.3g}",
+                format_three_digits(each.step_seconds),
                 f"{each.tokens_per_second:,.0f}",
-                f"{each.needed / GIB:.1f}",
+                f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}",
                 ", ".join(marks),
             )
         )

@@ -7,7 +7,7 @@ functions are pure: the caller reads models and measures devices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,14 @@ DEFAULT_PROMPT_TOKENS = 512
 DEFAULT_ANSWER_TOKENS = 512
 # Dataset types with two or more answers per row
 PAIRED_TYPES = ("paired_comparison", "preference", "ranking")
-# Rules by which passes share prompts (`weft.engine.torch.prepare`): the least tokens of a prompt, of
-# the prompt of sampled sequences, and the least tokens that these must save; keys of sequences that
-# another pass has scored; and the least share of tokens that rows with equal beginnings must save
-LEAST_PROMPT = 16
-LEAST_SAMPLED_PROMPT = 65
-LEAST_SPARED_KEYS = 256
-SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})
-LEAST_SAVED = 0.02
-ID_BYTES, VALUE_BYTES = 8, 4  # bytes of a token id in a batch, and of a value of a token
+# Rules by which passes share prompts (`weft.engine.torch.prepare`)
+LEAST_PROMPT = 16  # tokens of the shortest prompt that sequences share
+LEAST_SAMPLED_PROMPT = 65  # tokens of the shortest prompt that sampled sequences share
+LEAST_SPARED_KEYS = 256  # tokens that sharing the prompt of sampled sequences must save
+SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})  # outputs of another pass
+LEAST_SAVED = 0.02  # share of tokens that training must save where rows begin alike
+ID_BYTES = 8  # bytes of a token id in a batch
+VALUE_BYTES = 4  # bytes of a token's value in a batch
 
 
 @dataclass
@@ -139,9 +138,9 @@ def allocate_layouts(
 
     `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
-    only. For other roles, "manual" assigns no layout, and they run on the first device; neither does
-    the path of a plan file, which later places their calls. "heuristic"
-    and "search" make them data-parallel over all devices; `place_calls` later
+    only. For other roles, "manual" assigns no layout, and they run on the first device. The path of a
+    plan file assigns none either; the plan places their calls later. "heuristic" and "search" make
+    them data-parallel over all devices; `place_calls` later
     improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
     all of them.
     """
@@ -237,6 +236,14 @@ def _with_placement(
     return experiment
 
 
+def group_calls(calls: Iterable[MFCDef]) -> list[list[MFCDef]]:
+    """Group the calls that share a placement: all that train a role, or one other call."""
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in calls:
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    return list(groups.values())
+
+
 def build_units(
     experiment: Experiment,
     free: set[str],
@@ -258,14 +265,11 @@ def build_units(
     `lengths` maps calls to the tokens of a sequence; ranks share the tokens of long ones, except in
     calls that generate.
     """
-    # Group the calls that share a placement: all that train a role, or one other call.
-    groups: dict[tuple[str, str], list[MFCDef]] = {}
-    for call in experiment.graph.list_model_calls():
-        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
-    # List the meshes of each group; a layout that is set leaves one.
+    # List the meshes of each unit; a layout that is set leaves one.
     units = []
     start = []
-    for (role, _), calls in groups.items():
+    for calls in group_calls(experiment.graph.list_model_calls()):
+        role = calls[0].role
         named = any(call.layout is not None or call.device_mesh is not None for call in calls)
         now = experiment.call_meshes[calls[0].name]
         if role not in networks:

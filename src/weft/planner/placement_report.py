@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.observe.metrics import format_three_digits
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.plan_file import format_devices, format_layout
 from weft.planner.problem import PlacementEstimate, PlacementProblem
@@ -121,7 +122,7 @@ def format_mesh(mesh: Mesh) -> str:
 
 def format_seconds(number: float) -> str:
     """Return a duration in seconds, or in milliseconds if it is short."""
-    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"
+    return f"{format_three_digits(number)} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"
 
 
 def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
