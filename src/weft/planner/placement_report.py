@@ -65,9 +65,9 @@ class PlacementReport:
         for call, mesh in best.meshes.items():
             load = self.problem.loads[call]
             lines.append(
-                f"  {call}: {format_mesh(mesh)}, {_with_moving(best, call)}, mostly "
+                f"  {call}: {format_mesh(mesh)}, {_format_call_seconds(best, call)}, mostly "
                 f"{best.get_bound(call)}; heuristic {format_mesh(first.meshes[call])}, "
-                f"{_with_moving(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
+                f"{_format_call_seconds(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
                 f"{load.new_tokens:,}) tokens)"
             )
         lines += self._describe_next_best()
@@ -144,7 +144,7 @@ def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
     }
 
 
-def _with_moving(estimate: PlacementEstimate, call: str) -> str:
+def _format_call_seconds(estimate: PlacementEstimate, call: str) -> str:
     moving = estimate.transfer_seconds[call]
     return format_seconds(estimate.seconds[call]) + (
         f" + {format_seconds(moving)} for its weights" if moving else ""
