@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,10 @@ def test_search_uses_a_profile_and_refuses_a_damaged_one(
     assert weft.main(words) == 2
     err = capsys.readouterr().err
     assert f"{path}: the profile has format 0" in err and "make it again" in err
+    assert "until then" not in err
+    path.write_text(format_contents(contents(shape=asdict(replace(key, hidden=8)))))
+    assert weft.main(words) == 2
+    assert f"search.profile={path}: has no profile of this run's models" in capsys.readouterr().err
 
 
 def test_search_of_one_device_shows_the_time_of_a_step(

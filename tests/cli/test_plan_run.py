@@ -114,6 +114,14 @@ def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dataset.train_bs_n_seqs=64" in page
 
 
+def test_unused_devices_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft", "model.path=tiny", "search.gpu=H100", "--no-data", "--no-options")
+    assert main(["plan", "run", *words, "n_gpus_per_node=8"]) == 0
+    assert "1 of 8 devices used; allocation_mode=search" in capsys.readouterr().out
+    assert main(["plan", "run", *words, "n_gpus_per_node=8", "model.layout=d8"]) == 0
+    assert "devices used" not in capsys.readouterr().out
+
+
 def test_a_search_on_this_cpu_is_no_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft", "model.path=tiny", "search.gpu=H100", "device=cpu", "--no-data")
     search = ("allocation_mode=search", "n_gpus_per_node=2", "--no-options")
@@ -197,6 +205,19 @@ def test_a_plan_that_does_not_fit_the_run_is_refused(
     Path("plan.yaml").write_text(PLAN.replace("LAYOUT", layout))
     assert main(["plan", "run", *LARGE_WORDS, "allocation_mode=plan.yaml", *more]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_plan_that_nobody_has_edited_is_as_its_file_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The rows and the model's context are shorter than what the plan of a search assumes."""
+    words = ("sft", "model.path=tiny", "device=cpu", "n_gpus_per_node=2")
+    assert main(["plan", "search", *words, "--output", "found.yaml"]) == 0
+    more = ("dataset.path=rows.jsonl", "allocation_mode=found.yaml")
+    for dry_run in ("--dry-run", "--dry-run=config"):
+        capsys.readouterr()
+        assert main(["quickstart", *words, *more, dry_run]) == 0
+        assert "found.yaml: " not in capsys.readouterr().out
 
 
 def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,8 +51,8 @@ def test_one_device_has_a_page_and_a_summary(
     summary, path = capsys.readouterr().out.splitlines()
     assert "per step" in summary and "on 1 x cpu" in summary and "estimated speeds" in summary
     assert path == "plan.html" and "<h1>sft</h1>" in (tmp_path / path).read_text()
-    # A page of weft's is replaced.
-    assert weft.main(sft(root, "search.gpu=H100", "--output", "plan.html")) == 0
+    # A page of weft's is replaced. Options of the run can follow flags.
+    assert weft.main(sft(root, "--output", "plan.html", "search.gpu=H100")) == 0
     assert "1 x H100" in (tmp_path / path).read_text()
 
 
@@ -160,6 +160,7 @@ def test_thousands_of_devices_are_one_group(root: Path, capsys: pytest.CaptureFi
         (("--timeline", "notes.txt"), "--timeline notes.txt: exists"),
         (("device=cuda",), "search.gpu=H100"),
         (("search.gpu=unheard-of",), "unheard-of"),
+        (("device=cpu", "search.profile=notes.txt"), "notes.txt: the profile is damaged"),
     ],
 )
 def test_bad_input_writes_nothing(

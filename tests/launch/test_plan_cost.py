@@ -79,7 +79,7 @@ def test_a_table_for_a_model_that_is_a_config_alone(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prices = ["--price", "H100=2.5", "--price", "L4=0.6"]
-    assert main([*words, *prices, "--devices", "1,4", "--steps", "100"]) == 0
+    assert main([*words, *prices, "--devices", "1,4,1", "--steps", "100"]) == 0
     header, *rows, lengths, placed, left_out = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "GPUs" and len(rows) == 4
     assert [row.split()[:3] for row in rows] == [

@@ -31,7 +31,8 @@ TINY = {"model_type": "llama", **families.get("llama").tiny}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("options")
-    for name, values in (("tiny", TINY), ("large", LARGE)):
+    long = LARGE | {"max_position_embeddings": 16_384}
+    for name, values in (("tiny", TINY), ("large", LARGE), ("long", long)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(values))
     return folder
@@ -73,9 +74,41 @@ def test_rows_have_usual_lengths_unless_options_set_them(folder: Path) -> None:
     assert forecast_run(config).step.num_tokens == 32 * 4096
     grpo = build(GRPOConfig, folder, "large", reward="length")
     run = forecast_run(grpo)
-    assert run.lengths == "prompts of 512 tokens"
+    assert run.lengths == "prompts of 512 tokens and answers of 1,024"
+    grpo.search.answer_tokens = 300
+    assert forecast_run(grpo).lengths.endswith(" and answers of 300 (at most 1,024)")
     tiny = forecast_run(build(SFTConfig, folder))
     assert tiny.step.num_tokens == 32 * TINY["max_position_embeddings"]
+
+
+def test_a_prompt_longer_than_half_a_micro_batch(folder: Path) -> None:
+    """Rows of 9,100 tokens fit in micro-batches of 16,384."""
+    config = build(SFTConfig, folder, "long")
+    config.search.prompt_tokens, config.search.answer_tokens = 9000, 100
+    run = forecast_run(config)
+    assert run.lengths == "rows of 9,000 + 100 tokens" and run.step.num_tokens == 32 * 9100
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (SFTConfig, {"prompt_tokens": 20_000}, "model's context of 16,384 tokens"),
+        (SFTConfig, {"answer_tokens": 16_384}, "model's context of 16,384 tokens"),
+        (SFTConfig, {"prompt_tokens": 3000, "max_seqlen": 2048}, "dataset.max_seqlen=2048"),
+        (GRPOConfig, {"prompt_tokens": 300, "max_prompt_len": 100}, "dataset.max_prompt_len=100"),
+        (GRPOConfig, {"answer_tokens": 5000}, "gen.max_new_tokens=1024"),
+    ],
+)
+def test_lengths_beyond_the_limits_are_refused(
+    folder: Path, kind: type[Any], options: dict[str, int], message: str
+) -> None:
+    more = {"reward": "length"} if kind is GRPOConfig else {}
+    config = build(kind, folder, "long", **more)
+    for name, value in options.items():
+        setattr(config.search if name.endswith("_tokens") else config.dataset, name, value)
+    name = next(name for name in options if name.endswith("_tokens"))
+    with pytest.raises(ConfigError, match=f"search.{name}={options[name]}: .*{message}"):
+        forecast_run(config)
 
 
 def test_options_of_a_run_with_one_role(folder: Path) -> None:
@@ -122,6 +155,9 @@ def test_more_devices_are_tried_for_one(folder: Path) -> None:
     config = build(SFTConfig, folder, "large")
     words = list_words(forecast_run(config), config)
     assert "model.gradient_checkpointing=true model.layout=d8 n_gpus_per_node=8" in words
+    grpo = build(GRPOConfig, folder, "large", reward="length")
+    words = list_words(forecast_run(grpo), grpo)
+    assert "allocation_mode=search n_gpus_per_node=8" in words
 
 
 def test_devices_of_unknown_speed_are_refused(folder: Path) -> None:
@@ -153,6 +189,7 @@ def test_options_that_help_are_shown_fastest_first(folder: Path) -> None:
     lines = format_options(base, select_options(base, tried))
     assert [line.split()[0] for line in lines] == ["options", "as", "faster", "smaller"]
     assert lines[2].split()[1:] == ["1", f"{1.5 * now:,.0f}", "12.0"]
+    assert format_options(base, [option("tiny", now, 0.0123)])[2].split()[3] == "0.012"
 
 
 def test_options_with_which_a_run_fits_or_else_the_smallest(folder: Path) -> None:

@@ -14,6 +14,7 @@ from weft.observe.metrics import (
     find_title,
     format_duration,
     format_number,
+    format_three_digits,
     get_direction,
 )
 from weft.observe.pace import RunPace, draw_sparkline
@@ -185,3 +186,14 @@ def test_best_and_summary_follow_the_direction() -> None:
         pace.record_step({"step": step, "train/loss": loss})
     assert pace.best == 1.0
     assert pace.format_summary("finished") == "finished after step 3 in 0.0 s, loss 3 -> 2 (-1)"
+
+
+def test_large_numbers_have_no_exponent() -> None:
+    values = (0.01234, 12.34, 999.4, 999.6, 2807.4)
+    assert [format_three_digits(value) for value in values] == [
+        "0.0123",
+        "12.3",
+        "999",
+        "1,000",
+        "2,807",
+    ]

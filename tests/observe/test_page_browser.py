@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.observe.plans import make_plan
 from tests.observe.test_report import line, write_run
 from tests.observe.webdriver import MISSING, Browser, browser
 from weft.cli.dashboard import open_server
 from weft.observe.compare import build_comparison
 from weft.observe.dashboard import Dashboard
+from weft.observe.plan_page import build_plan_page
 from weft.observe.report import build_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
@@ -125,6 +127,27 @@ def test_nothing_hangs_over_the_edge(window: Browser, tmp_path: Path, width: int
         assert outside == []
         words = "return [...document.querySelectorAll('.lane-name, .chart-title')].map(e => e.scrollWidth - e.clientWidth)"
         assert max(window.run(words)) <= 0
+    window.resize(1280, 900)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_bars_of_a_plan_are_seen_on_every_screen(
+    window: Browser, tmp_path: Path, width: int
+) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text(build_plan_page(make_plan()).render())
+    window.resize(width, 900)
+    window.open(path.as_uri())
+    assert window.run(WIDER) <= 0
+    for selector in (".track", ".track i"):
+        widths = window.run(
+            f"return [...document.querySelectorAll('{selector}')].map(e => e.clientWidth)"
+        )
+        assert widths and min(widths) > 0
+    tall = (
+        "return [...document.querySelectorAll('.scroll')].map(e => e.scrollHeight - e.clientHeight)"
+    )
+    assert max(window.run(tall)) <= 0
     window.resize(1280, 900)
 
 

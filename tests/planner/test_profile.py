@@ -144,6 +144,8 @@ def test_a_file_of_another_machine_is_used_where_it_is_named(tmp_path: Path) -> 
         assert found is not None and found.find(KEY, "float32", 1, 1) is not None
     with pytest.raises(ConfigError, match=r"search.profile=.*: there is no profile; write one"):
         find_profile(WANTED, MACHINE, str(tmp_path / "absent.json"))
+    with pytest.raises(ConfigError, match=r"search.profile=.*there.json: has no profile of this"):
+        find_profile([(replace(KEY, hidden=64), "float32")], MACHINE, str(path))
 
 
 def remove_passes(values: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     parser, realloc_parser = _build_parsers()
     arguments, rest = parser.parse_known_args(list(argv))
     # Arguments of weft quickstart can also follow flags.
-    if arguments.command in ("search", "run", "cost") and not any(
+    if arguments.command in ("search", "run", "show", "cost") and not any(
         word.startswith("--") for word in rest
     ):
         arguments.words += rest
@@ -260,7 +260,7 @@ def print_cost(arguments: argparse.Namespace) -> None:
     prices = parse_prices(arguments.price)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.devices):
         raise ConfigError(f"--devices={arguments.devices}: write numbers of GPUs, such as 1,2,8")
-    counts = [int(word) for word in arguments.devices.split(",")]
+    counts = list(dict.fromkeys(int(word) for word in arguments.devices.split(",")))
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigError(f"--steps={arguments.steps}: a run has at least one step")
     config = build_planned_config(arguments.words)

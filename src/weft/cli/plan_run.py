@@ -87,6 +87,12 @@ def print_forecast(arguments: argparse.Namespace) -> None:
         print(json.dumps(_build_report(base, selected), indent=2))
         return
     lines = _format_forecast(base)
+    available = config.n_nodes * (config.n_gpus_per_node or 1)
+    if available > base.experiment.num_devices:
+        lines.append(
+            f"{base.experiment.num_devices:,} of {available:,} devices used; "
+            "allocation_mode=search chooses among all of them"
+        )
     lines += compare_with_plan(assumed.experiment, assumed.step, assumed.target)
     if selected:
         lines += ["", _describe_options(base, selected), *format_options(base, selected)]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.plan_run import WORDS, build_planned_config
 from weft.errors import ConfigError
+from weft.observe.metrics import format_three_digits
 from weft.planner.devices import GIB
 from weft.planner.placement import SEARCH, is_plan_path
-from weft.planner.profile import NOTE
+from weft.planner.profile import refuse_unusable_profiles
 
 if TYPE_CHECKING:
     from weft.experiments.common import RunConfig
@@ -63,9 +64,7 @@ def print_search(arguments: argparse.Namespace) -> None:
     config = replace(given, allocation_mode=SEARCH)
     planned, target = plan_experiment(with_assumed_lengths(config))
     experiment = planned.experiment
-    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
-    if stale:
-        raise ConfigError("\n".join(stale))
+    refuse_unusable_profiles(experiment.plan_notes)
     missing = [note for note in experiment.plan_notes if "config.json is not" in note]
     if missing and not experiment.search:
         raise ConfigError("\n".join(missing))
@@ -116,8 +115,10 @@ def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
     """Return a line that compares the plan of a file with the placement that was found."""
     a, b = mine.step.step_seconds, best.step.step_seconds
     fits = "" if mine.fits else ", which does not fit"
-    line = f"{path}: {a:.3g} s per step and {mine.needed / GIB:.1f} GiB of a device{fits}; the search finds "
-    line += f"{b:.3g} s and {best.needed / GIB:.1f} GiB"
+    line = (
+        f"{path}: {format_three_digits(a)} s per step and {mine.needed / GIB:.1f} GiB of a device"
+        f"{fits}; the search finds {format_three_digits(b)} s and {best.needed / GIB:.1f} GiB"
+    )
     return line if b == a else f"{line} ({a / b:.2f} times as fast)"
 
 

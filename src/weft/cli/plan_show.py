@@ -121,18 +121,16 @@ def simulate_config(
     """
     from weft.launch.plan import forecast_run_step
     from weft.launch.plan_run import plan_experiment, with_assumed_lengths
-    from weft.planner.profile import NOTE
+    from weft.planner.profile import refuse_unusable_profiles
     from weft.planner.simulated_run import build_shown_plan
     from weft.planner.step_forecast import with_expert_loads
 
     resolved, target = plan_experiment(with_assumed_lengths(config))
     experiment = resolved.experiment
-    refused = []
-    for note in experiment.plan_notes:
-        if note.startswith(NOTE) or "config.json" in note:
-            refused.append(note)
-    if refused:
-        raise ConfigError("\n".join(refused))
+    refuse_unusable_profiles(experiment.plan_notes)
+    missing = [note for note in experiment.plan_notes if "config.json" in note]
+    if missing:
+        raise ConfigError("\n".join(missing))
     host_seconds: Mapping[str, float] = {}
     loads: Mapping[str, float] = {}
     if host_times is not None:
@@ -143,6 +141,7 @@ def simulate_config(
             "plan show: the speed of these devices is not known; name a GPU, such as "
             "search.gpu=H100, or set device=cpu"
         )
+    refuse_unusable_profiles(forecast.notes)
     if loads:
         forecast = with_expert_loads(forecast, experiment, loads)
     return build_shown_plan(experiment, forecast, title, steps=steps, host_seconds=host_seconds)

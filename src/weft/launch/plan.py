@@ -31,14 +31,15 @@ from weft.engine.device import (
 )
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.shared_prefixes import find_shared_prefixes
-from weft.engine.spec import TPU
+from weft.engine.spec import MAX_NEW_TOKENS, TPU
 from weft.errors import ConfigError, UserError
 from weft.experiment import Experiment
 from weft.experiments.planned_networks import MODULES, build_planned_network
+from weft.graph.mfc import MFCDef
 from weft.launch.facts import TargetDevices, find_shared_base, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.memory import measure_file_pages_gb
-from weft.observe.metrics import PREDICTED
+from weft.observe.metrics import PREDICTED, format_three_digits
 from weft.observe.plan_table import build_plan
 from weft.observe.predicted import PEAK, PEAK_MEMORY, STEP_SECONDS, WEIGHTS, PredictedStep
 from weft.observe.progress import RunPlan
@@ -53,7 +54,7 @@ from weft.planner.placement import (
     SearchSpec,
     is_plan_path,
 )
-from weft.planner.plan_file import parse_plan
+from weft.planner.plan_file import PLAN, parse_plan
 from weft.planner.problem import PlacementProblem
 from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.planner.row_lengths import RowLengths
@@ -102,13 +103,13 @@ def build_plan_lines(
         batch, lengths = build_assumed_batch(experiment)
         given = [batch] if step is None else step.problem
         notes = [
-            f"data: not read; memory is that of {lengths}, which dataset.max_prompt_len and "
-            f"dataset.max_seqlen bound"
+            f"data: not read; memory is that of {lengths}, which dataset.max_seqlen, or "
+            f"dataset.max_prompt_len and gen.max_new_tokens, bound"
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
-    assumed = step
-    if experiment.plan and data is not None:
-        assumed = forecast_run_step(experiment, target)
+    assumed = None
+    if experiment.plan:
+        assumed = forecast_run_step(_with_planned_lengths(experiment), target)
     target, expected = _forecast(experiment, facts, given, target)
     described = describe_run(
         experiment,
@@ -201,6 +202,37 @@ def name_device_type(target: TargetDevices) -> str:
     return find_gpu_rates(target.name, "bfloat16").name
 
 
+def _with_planned_lengths(experiment: Experiment) -> Experiment:
+    """Return the experiment with the lengths that its plan assumes, where options limit none.
+
+    Without rows, these are assumptions, and only other causes of other estimates are of interest.
+    """
+    assert experiment.plan is not None
+    estimates = parse_plan(experiment.plan, PLAN).estimates
+    search = dict(experiment.config.get("search") or {})
+    written = select_written_dataset(experiment)
+    names = []
+    if _list_samplers(experiment):
+        if written.get("max_prompt_len") is None:
+            names = ["prompt_tokens"]
+    elif not isinstance(written.get("max_seqlen"), int):
+        names = ["prompt_tokens", "answer_tokens"]
+    for name in names:
+        planned = estimates.get(name)
+        if search.get(name) is None and type(planned) is int and planned > 0:
+            search[name] = planned
+    return replace(experiment, config={**experiment.config, "search": search})
+
+
+def _list_samplers(experiment: Experiment) -> list[MFCDef]:
+    """Return the calls that sample all answers; a call that samples a share also reads those of rows."""
+    samplers = []
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate" and "share" not in call.args:
+            samplers.append(call)
+    return samplers
+
+
 def compare_with_plan(
     experiment: Experiment, step: StepForecast, target: TargetDevices
 ) -> list[str]:
@@ -232,7 +264,9 @@ def compare_with_plan(
         if not isinstance(then, int | float) or then <= 0:
             continue
         if abs(seconds - then) > SHOWN_DIFFERENCE * then:
-            changed.append(f"{name} {then:.3g} s there, {seconds:.3g} s now")
+            changed.append(
+                f"{name} {format_three_digits(then)} s there, {format_three_digits(seconds)} s now"
+            )
     if changed:
         lines.append(
             f"{source}: other estimates than in the file, since it was edited or the options "
@@ -315,23 +349,20 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     """
     written = select_written_dataset(experiment)
     search = experiment.config.get("search") or {}
-    # Calls that sample a share of the completions also read the rows' own completions.
-    samples = any(
-        call.method == "generate" and "share" not in call.args
-        for call in experiment.graph.list_model_calls()
-    )
+    samplers = _list_samplers(experiment)
     most = written.get("max_seqlen")
     total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
-    prompt = (
-        search.get("prompt_tokens")
-        or written.get("max_prompt_len")
-        or min(DEFAULT_PROMPT_TOKENS, total // 2)
-    )
+    longest = written.get("max_prompt_len")
+    limit = experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS
+    usual = longest or min(DEFAULT_PROMPT_TOKENS, limit)
+    if not samplers or not longest:
+        usual = min(usual, max(1, total // 2))
+    prompt = search.get("prompt_tokens") or usual
     answer = search.get("answer_tokens") or max(1, total - prompt)
     size = experiment.graph.get_node(experiment.steps_follow).batch_size
     size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
     lengths = {"prompt": [[prompt]] * size}
-    if not samples:
+    if not samplers:
         lengths["completion"] = [
             [answer] * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
         ] * size
@@ -339,11 +370,18 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     for key, groups in lengths.items():
         data[key] = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
     batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
-    if samples:
-        long = f"prompts of {prompt:,} tokens"
+    if samplers:
+        long = f"prompts of {prompt:,} tokens and {_describe_answers(samplers[0], search)}"
     else:
         long = f"rows of {prompt:,} + {answer:,} tokens"
     return batch, long
+
+
+def _describe_answers(call: MFCDef, search: Mapping[str, Any]) -> str:
+    """Return a phrase for the lengths of the answers that a call samples."""
+    longest = int(call.args.get("max_new_tokens") or MAX_NEW_TOKENS)
+    mean = search.get("answer_tokens") or longest
+    return f"answers of {mean:,}" + (f" (at most {longest:,})" if mean < longest else "")
 
 
 def _forecast(

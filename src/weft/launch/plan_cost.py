@@ -15,7 +15,7 @@ from weft.launch.plan import build_assumed_batch
 from weft.launch.plan_run import forecast_run, with_assumed_lengths
 from weft.launch.run import mark_as_planned, set_up_experiment
 from weft.observe.memory import format_size
-from weft.observe.metrics import format_duration
+from weft.observe.metrics import format_duration, format_three_digits
 from weft.planner.cluster import is_mixed
 from weft.planner.devices import GPUS
 from weft.planner.placement import (
@@ -237,7 +237,7 @@ def format_cost_table(options: Sequence[DeviceOption], steps: int | None) -> lis
         if option.step_seconds is None or seconds is None:
             row += ["-", "-", *(["-"] if priced else [])]
         else:
-            row += [f"{option.step_seconds:.3g}", format_duration(seconds)]
+            row += [format_three_digits(option.step_seconds), format_duration(seconds)]
             if priced:
                 cost = option.compute_cost(unit)
                 row.append("-" if cost is None else f"{cost:,.2f}")

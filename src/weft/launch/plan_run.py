@@ -34,9 +34,10 @@ from weft.launch.run import (
     mark_as_planned,
     set_up_experiment,
 )
+from weft.observe.metrics import format_three_digits
 from weft.planner.candidates import list_layouts
 from weft.planner.devices import GIB
-from weft.planner.forecast import MemoryForecast, list_memory_options
+from weft.planner.forecast import SHARDS, MemoryForecast, list_memory_options
 from weft.planner.placement import (
     DEFAULT_ANSWER_TOKENS,
     DEFAULT_PROMPT_TOKENS,
@@ -44,7 +45,7 @@ from weft.planner.placement import (
     is_plan_path,
 )
 from weft.planner.plan_file import format_layout
-from weft.planner.profile import NOTE
+from weft.planner.profile import refuse_unusable_profiles
 from weft.planner.run_plan import group_roles_by_device
 from weft.planner.step_forecast import StepForecast
 
@@ -134,24 +135,32 @@ def with_assumed_lengths(config: RunConfig) -> RunConfig:
     """Return the configuration with usual lengths of rows, unless the user has set a maximum.
 
     Otherwise, rows would be taken to be as long as the model's context, which can be many times
-    what the run's data have.
+    what the run's data have. Raises `ConfigError` if the lengths that the user has set exceed the
+    model's context.
     """
     data = getattr(config, "dataset", None)
     if not isinstance(data, DatasetSpec):
         return config
     context = find_context(resolve_models(config)) or math.inf
-    given = config.search.prompt_tokens, config.search.answer_tokens
-    usual = DEFAULT_PROMPT_TOKENS, DEFAULT_ANSWER_TOKENS
-    prompt, answer = (b if a is None else a for a, b in zip(given, usual, strict=True))
-    prompt = int(min(prompt, max(1, context // 2)))
-    answer = int(min(answer, context - prompt))
+    prompt, answer = config.search.prompt_tokens, config.search.answer_tokens
+    if (prompt or 1) + (answer or 1) > context:
+        given = "search.prompt_tokens" if (prompt or 1) >= (answer or 1) else "search.answer_tokens"
+        raise ConfigError(
+            f"{given}={max(prompt or 1, answer or 1)}: prompt and answer together are longer than "
+            f"the model's context of {context:,} tokens; lower it"
+        )
+    if prompt is None:
+        room = context // 2 if answer is None else context - answer
+        prompt = int(min(DEFAULT_PROMPT_TOKENS, max(1, room)))
+    if answer is None:
+        answer = int(min(DEFAULT_ANSWER_TOKENS, context - prompt))
     changes: dict[str, Any] = {}
     if config.generation and data.max_prompt_len is None:
         changes["dataset"] = data = replace(data, max_prompt_len=prompt)
     samples_all = config.generation and config.algorithm != "distill"
     if not samples_all and not isinstance(data.max_seqlen, int):
         prompt = min(prompt, data.max_prompt_len or prompt)
-        changes["dataset"] = replace(data, max_seqlen=max(2 * prompt, prompt + answer))
+        changes["dataset"] = replace(data, max_seqlen=prompt + answer)
         if not config.generation:
             lengths = replace(config.search, prompt_tokens=prompt, answer_tokens=answer)
             changes["search"] = lengths
@@ -223,9 +232,7 @@ def forecast_experiment(
     given = step.problem if rows is None else batches
     expected = forecast(experiment, facts, given, target.device, capacity=target.usable)
     needed, worst = find_largest_need(experiment, expected)
-    stale = [note for note in step.notes if note.startswith(NOTE)]
-    if stale:
-        raise ConfigError("\n".join(stale))
+    refuse_unusable_profiles(step.notes)
     steps = max_steps
     epochs = None
     if rows is not None:
@@ -394,14 +401,23 @@ def _list_batch_words(run: RunForecast, config: RunConfig) -> Iterator[tuple[str
 
 
 def _list_layout_words(run: RunForecast, config: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Yield other layouts of the same devices for a run with one role, else the search."""
+    """Yield other layouts of the same devices for a run with one role, else the search.
+
+    A run with several roles on one device is also searched for on more devices.
+    """
     experiment = run.experiment
     count = experiment.num_devices
     per_node = config.n_gpus_per_node or count
     available = config.n_nodes * per_node
-    if available == 1 or is_plan_path(config.allocation_mode):
+    has_several_roles = len(experiment.roles) > 1
+    if is_plan_path(config.allocation_mode):
         return
-    if len(experiment.roles) > 1 or available != count:
+    if available == 1:
+        if has_several_roles and run.target.device.type == "cuda":
+            for devices in SHARDS:
+                yield ("allocation_mode=search", f"n_gpus_per_node={devices}")
+        return
+    if has_several_roles or available != count:
         if config.allocation_mode != SEARCH:
             yield ("allocation_mode=search",)
         return
@@ -455,12 +471,13 @@ def format_options(base: RunForecast, options: Sequence[OptionForecast]) -> list
             marks.append(f"{each.num_devices} devices")
         if each.option.lacks:
             marks.append(f"needs {each.option.lacks}")
+        gib = each.needed / GIB
         rows.append(
             (
                 " ".join(each.option.words),
-                f"{each.step_seconds:.3g}",
+                format_three_digits(each.step_seconds),
                 f"{each.tokens_per_second:,.0f}",
-                f"{each.needed / GIB:.1f}",
+                f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}",
                 ", ".join(marks),
             )
         )

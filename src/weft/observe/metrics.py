@@ -235,6 +235,11 @@ def format_number(value: float | None) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def format_three_digits(value: float) -> str:
+    """Format a number with three significant digits, and all digits of a large one: `2,807`."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration, such as `12.3 s`, `4:05`, `1:02:03` or `2 d 3 h`."""
     if seconds < 60 or seconds >= 1e12:

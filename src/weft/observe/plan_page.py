@@ -241,7 +241,10 @@ def render_timeline(plan: ShownPlan) -> str:
 def _describe_steps(plan: ShownPlan) -> str:
     count = len(plan.step_ends)
     steps = "One step" if count == 1 else f"{count} steps"
-    text = f"{steps} in {format_seconds(plan.seconds)}; lines mark their ends."
+    text = (
+        f"{steps} in {format_seconds(plan.seconds)}, with a row for each range of devices; lines mark "
+        "the ends of steps."
+    )
     if plan.max_staleness:
         text += (
             " Sampling runs ahead of training, so the first steps take longer; later ones take "

@@ -19,7 +19,7 @@ from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.decoding import plan_decoding
 from weft.planner.devices import DeviceRates
-from weft.planner.memory import WIDE, CallDemand, MemoryCase, RoleMemory, estimate
+from weft.planner.memory import WIDE, CallDemand, MemoryCase
 from weft.planner.messages import (
     estimate_decode_messages,
     estimate_pass_messages,
@@ -174,16 +174,6 @@ class CallEstimate:
         """Return the estimate with more overhead."""
         parts = {**self.parts, "overhead": self.parts["overhead"] + seconds}
         return CallEstimate(self.seconds + seconds, parts)
-
-
-def estimate_call_seconds(
-    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time in seconds that a call takes per step on `mesh`.
-
-    The time to transfer weights is not included.
-    """
-    return _estimate_cost(network, load, mesh, rates).seconds
 
 
 def estimate_call(
@@ -487,22 +477,6 @@ def _count_cache_tokens(
 
 
 # -- memory
-
-
-def estimate_role_memory(
-    network: DecoderSizes,
-    loads: Iterable[CallWorkload],
-    layout: Layout,
-    rates: DeviceRates,
-    *,
-    own: bool = True,
-) -> RoleMemory:
-    """Return the estimated memory in bytes that a role's weights and calls use on one device.
-
-    The arguments are those of `build_memory_case`.
-    """
-    case = build_memory_case(network, loads, layout, rates, own=own)
-    return estimate(case.shape, case.settings, case.works)
 
 
 def build_memory_case(

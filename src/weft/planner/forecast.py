@@ -213,7 +213,7 @@ class MemoryOption:
     options: str
     size: float
     devices: int = 1
-    lacks: str = ""  # command that installs missing packages
+    lacks: str = ""
 
     @property
     def smallest_gpu_gb(self) -> int | None:
@@ -283,14 +283,16 @@ def format_fit(cases: Cases, begin: str, missing: Collection[str]) -> Iterator[s
     yield f"{begin}about {format_size(first.size, 1)}, {_format_fit(first)}"
     best = first.smallest_gpu_gb or GPU_SIZES[-1][0] + 1
     smaller = [
-        way for way in others if way.smallest_gpu_gb is not None and way.smallest_gpu_gb < best
+        option
+        for option in others
+        if option.smallest_gpu_gb is not None and option.smallest_gpu_gb < best
     ]
-    for way in smaller:
-        each = " each" if way.devices > 1 else ""
-        fit = f"{_format_fit(way)}{_format_install(way)}"
-        yield f"  {way.options}: about {format_size(way.size, 1)}{each}, {fit}"
+    for option in smaller:
+        each = " each" if option.devices > 1 else ""
+        fit = f"{_format_fit(option)}{_format_install(option)}"
+        yield f"  {option.options}: about {format_size(option.size, 1)}{each}, {fit}"
     if first.smallest_gpu_gb is None and not smaller:
-        least = min(others, key=lambda way: way.size, default=first)
+        least = min(others, key=lambda option: option.size, default=first)
         yield f"  the least is {format_size(least.size, 1)} ({least.options}); shard it over more GPUs (layout=d16)"
 
 
@@ -301,37 +303,37 @@ def format_smaller_options(cases: Cases, usable: float, missing: Collection[str]
     shows those that need the least memory.
     """
     others = list_memory_options(cases, missing)[1:]
-    fitting_options = [way for way in others if way.size <= usable]
+    fitting_options = [option for option in others if option.size <= usable]
     if fitting_options:
-        for way in fitting_options:
-            each = " each" if way.devices > 1 else ""
-            size = f"{format_size(way.size, 1)}{each}{_format_install(way)}"
-            yield f"with {way.options}: about {size}"
+        for option in fitting_options:
+            each = " each" if option.devices > 1 else ""
+            size = f"{format_size(option.size, 1)}{each}{_format_install(option)}"
+            yield f"with {option.options}: about {size}"
     elif others:
-        least = min(others, key=lambda way: way.size)
+        least = min(others, key=lambda option: option.size)
         yield f"the least is {format_size(least.size, 1)} ({least.options}); take more or larger GPUs"
 
 
 def format_table(options: Sequence[MemoryOption]) -> list[str]:
     """Return a line for each memory option, with its settings, size and smallest GPU."""
-    width = max(len(way.options) for way in options)
+    width = max(len(option.options) for option in options)
     table: list[str] = []
-    for way in options:
+    for option in options:
         table.append(
-            f"{way.options:<{width}}  {format_size(way.size, 1):>12}{' each' if way.devices > 1 else '     '}  "
-            f"{_format_fit(way)}{_format_install(way)}"
+            f"{option.options:<{width}}  {format_size(option.size, 1):>12}{' each' if option.devices > 1 else '     '}  "
+            f"{_format_fit(option)}{_format_install(option)}"
         )
     return table
 
 
-def _format_install(way: MemoryOption) -> str:
-    return f" (needs {way.lacks})" if way.lacks else ""
+def _format_install(option: MemoryOption) -> str:
+    return f" (needs {option.lacks})" if option.lacks else ""
 
 
-def _format_fit(way: MemoryOption) -> str:
-    many = f"{way.devices} GPUs" if way.devices > 1 else "a GPU"
-    if way.smallest_gpu_gb is not None:
-        return f"fits {many} of {way.smallest_gpu_gb} GB"
+def _format_fit(option: MemoryOption) -> str:
+    many = f"{option.devices} GPUs" if option.devices > 1 else "a GPU"
+    if option.smallest_gpu_gb is not None:
+        return f"fits {many} of {option.smallest_gpu_gb} GB"
     return f"more than {many} of {GPU_SIZES[-1][0]} GB"
 
 

@@ -150,10 +150,10 @@ def _count_layers(
     counts: dict[str, tuple[list[Floats], list[Floats]]] = {"blocks": ([], []), "ends": ([], [])}
     for layout in targets:
         pipeline = _list_positions(layout).pipeline
-        found = _count_in_stages(
+        stage_counts = _count_in_stages(
             shape.layers, head, shape.tied, shape.vocab == 1, stages, _keep_stages(layout)
         )
-        for kind, (own, common) in found.items():
+        for kind, (own, common) in stage_counts.items():
             counts[kind][0].append(own[pipeline])
             counts[kind][1].append(common[:, pipeline])
     return {kind: (np.stack(own), np.stack(common)) for kind, (own, common) in counts.items()}

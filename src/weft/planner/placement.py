@@ -7,7 +7,7 @@ functions are pure: the caller reads models and measures devices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,21 @@ DEFAULT_PROMPT_TOKENS = 512
 DEFAULT_ANSWER_TOKENS = 512
 # Dataset types with two or more answers per row
 PAIRED_TYPES = ("paired_comparison", "preference", "ranking")
-# Rules by which passes share prompts (`weft.engine.torch.prepare`): the least tokens of a prompt, of
-# the prompt of sampled sequences, and the least tokens that these must save; keys of sequences that
-# another pass has scored; and the least share of tokens that rows with equal beginnings must save
-LEAST_PROMPT = 16
-LEAST_SAMPLED_PROMPT = 65
-LEAST_SPARED_KEYS = 256
-SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})
-LEAST_SAVED = 0.02
-ID_BYTES, VALUE_BYTES = 8, 4  # bytes of a token id in a batch, and of a value of a token
+# Rules by which passes share prompts (`weft.engine.torch.prepare`)
+LEAST_PROMPT = 16  # tokens of the shortest prompt that sequences share
+LEAST_SAMPLED_PROMPT = 65  # tokens of the shortest prompt that sampled sequences share
+LEAST_SPARED_KEYS = 256  # tokens that sharing the prompt of sampled sequences must save
+SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})  # outputs of another pass
+LEAST_SAVED = 0.02  # share of tokens that training must save where rows begin alike
+ID_BYTES = 8  # bytes of a token id in a batch
+VALUE_BYTES = 4  # bytes of a token's value in a batch
+
+
+def _find_memory_problem(gib: float) -> str | None:
+    """Return an error message if a device cannot have `gib` GiB of usable memory, else None."""
+    if gib > 0.0:
+        return None
+    return "a device needs memory; write a number above 0, or leave it out"
 
 
 @dataclass
@@ -71,7 +77,7 @@ class SearchSpec:
         None,
         "usable GiB of a device's memory; absent: a GPU's memory without the 1.5 GiB that driver "
         "and libraries take, or for CPUs an equal share of 90% of the machine's memory",
-        at_least=0.0,
+        check=_find_memory_problem,
     )
     prompt_tokens: int | None = option(
         None,
@@ -139,9 +145,9 @@ def allocate_layouts(
 
     `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
-    only. For other roles, "manual" assigns no layout, and they run on the first device; neither does
-    the path of a plan file, which later places their calls. "heuristic"
-    and "search" make them data-parallel over all devices; `place_calls` later
+    only. For other roles, "manual" assigns no layout, and they run on the first device. The path of a
+    plan file assigns none either; the plan places their calls later. "heuristic" and "search" make
+    them data-parallel over all devices; `place_calls` later
     improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
     all of them.
     """
@@ -237,6 +243,14 @@ def _with_placement(
     return experiment
 
 
+def group_calls(calls: Iterable[MFCDef]) -> list[list[MFCDef]]:
+    """Group the calls that share a placement: all that train a role, or one other call."""
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in calls:
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    return list(groups.values())
+
+
 def build_units(
     experiment: Experiment,
     free: set[str],
@@ -258,14 +272,11 @@ def build_units(
     `lengths` maps calls to the tokens of a sequence; ranks share the tokens of long ones, except in
     calls that generate.
     """
-    # Group the calls that share a placement: all that train a role, or one other call.
-    groups: dict[tuple[str, str], list[MFCDef]] = {}
-    for call in experiment.graph.list_model_calls():
-        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
-    # List the meshes of each group; a layout that is set leaves one.
+    # List the meshes of each unit; a layout that is set leaves one.
     units = []
     start = []
-    for (role, _), calls in groups.items():
+    for calls in group_calls(experiment.graph.list_model_calls()):
+        role = calls[0].role
         named = any(call.layout is not None or call.device_mesh is not None for call in calls)
         now = experiment.call_meshes[calls[0].name]
         if role not in networks:
@@ -466,12 +477,19 @@ class CallLengths:
 def _estimate_lengths(
     experiment: Experiment, spec: SearchSpec, written: DatasetSpec, rows: RowLengths | None
 ) -> CallLengths:
-    """Return the estimated lengths of sequences, from the options and the rows if they were read."""
+    """Return the estimated lengths of sequences, from the options and the rows if they were read.
+
+    Raises `ConfigError` if the lengths that `spec` sets exceed the limits of the run.
+    """
     # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":
             samplers.append(call)
+    new = None
+    if samplers:
+        new = int(samplers[0].args.get("max_new_tokens") or MAX_NEW_TOKENS)
+    _check_lengths(spec, written, new)
     # Prefer the lengths that the user set, then those of the data.
     if rows is not None:
         return _measure_lengths(spec, rows, samplers)
@@ -480,16 +498,46 @@ def _estimate_lengths(
         or written.max_prompt_len
         or min(DEFAULT_PROMPT_TOKENS, experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS)
     )
-    if samplers:
-        args = samplers[0].args
-        new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
-        samples = int(args.get("samples_per_prompt", 1))
+    if new is not None:
+        samples = int(samplers[0].args.get("samples_per_prompt", 1))
         return CallLengths(prompt, spec.answer_tokens or new, samples, longest_answer=new)
     most = written.limit
     if most is None:
         return CallLengths(prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1)
-    prompt = min(prompt, max(1, most // 2))
+    prompt = spec.prompt_tokens or min(prompt, max(1, most // 2))
     return CallLengths(prompt, spec.answer_tokens or max(1, most - prompt), 1)
+
+
+def _check_lengths(spec: SearchSpec, written: DatasetSpec, longest_answer: int | None) -> None:
+    """Raise `ConfigError` if assumed lengths exceed the limits that the user has set.
+
+    `longest_answer` is the limit of sampled answers, or None if the rows have the answers.
+    """
+    prompt, answer = spec.prompt_tokens, spec.answer_tokens
+    limit = written.max_prompt_len
+    if prompt is not None and limit is not None and prompt > limit:
+        raise ConfigError(
+            f"search.prompt_tokens={prompt}: prompts have at most dataset.max_prompt_len={limit} "
+            "tokens; lower the first or raise the second"
+        )
+    if longest_answer is not None:
+        if answer is not None and answer > longest_answer:
+            raise ConfigError(
+                f"search.answer_tokens={answer}: sampled answers have at most "
+                f"gen.max_new_tokens={longest_answer} tokens; lower the first or raise the second"
+            )
+        return
+    longest_row = written.limit
+    if longest_row is not None and (prompt or 1) + (answer or 1) > longest_row:
+        name, tokens = max(
+            ("search.prompt_tokens", prompt or 1),
+            ("search.answer_tokens", answer or 1),
+            key=lambda pair: pair[1],
+        )
+        raise ConfigError(
+            f"{name}={tokens}: rows have at most dataset.max_seqlen={longest_row} tokens, prompt "
+            "and answer together; lower the first or raise the second"
+        )
 
 
 def _measure_lengths(spec: SearchSpec, rows: RowLengths, samplers: Sequence[MFCDef]) -> CallLengths:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.observe.metrics import format_three_digits
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.plan_file import format_devices, format_layout
 from weft.planner.problem import PlacementEstimate, PlacementProblem
@@ -64,9 +65,9 @@ class PlacementReport:
         for call, mesh in best.meshes.items():
             load = self.problem.loads[call]
             lines.append(
-                f"  {call}: {format_mesh(mesh)}, {_with_moving(best, call)}, mostly "
+                f"  {call}: {format_mesh(mesh)}, {_format_call_seconds(best, call)}, mostly "
                 f"{best.get_bound(call)}; heuristic {format_mesh(first.meshes[call])}, "
-                f"{_with_moving(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
+                f"{_format_call_seconds(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
                 f"{load.new_tokens:,}) tokens)"
             )
         lines += self._describe_next_best()
@@ -121,7 +122,7 @@ def format_mesh(mesh: Mesh) -> str:
 
 def format_seconds(number: float) -> str:
     """Return a duration in seconds, or in milliseconds if it is short."""
-    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"
+    return f"{format_three_digits(number)} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"
 
 
 def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
     }
 
 
-def _with_moving(estimate: PlacementEstimate, call: str) -> str:
+def _format_call_seconds(estimate: PlacementEstimate, call: str) -> str:
     moving = estimate.transfer_seconds[call]
     return format_seconds(estimate.seconds[call]) + (
         f" + {format_seconds(moving)} for its weights" if moving else ""

@@ -23,7 +23,9 @@ from weft.errors import ConfigError
 FORMAT = 2  # version of the files
 VARIABLE = "XDG_CACHE_HOME"
 REMEDY = "make it again with weft plan profile, or delete the file"
-NOTE = "profile: "  # beginning of notes on profiles that cannot be used
+# Beginning and end of notes on profiles that cannot be used
+NOTE = "profile: "
+UNTIL_THEN = "; until then times are estimated without it"
 MESSAGES = ("sum", "gather", "scatter", "send")
 
 
@@ -304,7 +306,7 @@ def find_profile(
 
     The files are those of this machine in the user's cache or, with `given`, this file or all files
     of this folder. Raises `ConfigError` for a file that is damaged or that belongs to another
-    device, version of torch or version of weft.
+    device, version of torch or version of weft, and if `given` has no profile of these networks.
     """
     wanted = set(keys)
     if given is None:
@@ -336,6 +338,12 @@ def find_profile(
             host_bandwidth = parse_host_bandwidth(values.get("host_copies")) or host_bandwidth
         used.append(str(path))
     if not times:
+        if given is not None:
+            names = ", ".join(sorted(f"{key.name}.{dtype}" for key, dtype in wanted))
+            raise ConfigError(
+                f"search.profile={given}: has no profile of this run's models ({names}); write one "
+                "with weft plan profile MODEL --output FILE, or leave the option out"
+            )
         return None
     return DeviceProfile(times, newest[1], tuple(used), newest[0], host_bandwidth)
 
@@ -345,12 +353,20 @@ def find_usable_profile(
 ) -> tuple[DeviceProfile | None, tuple[str, ...]]:
     """Return the profile that `find_profile` finds, and notes on a profile that cannot be used.
 
-    A run falls back to estimated speeds then, while `weft plan` treats a note as an error.
+    A run falls back to estimated speeds then, while `weft plan` treats a note as an error
+    (`refuse_unusable_profiles`).
     """
     try:
         return find_profile(keys, machine, given), ()
     except ConfigError as error:
-        return None, (f"{NOTE}{error}; until then times are estimated without it",)
+        return None, (f"{NOTE}{error}{UNTIL_THEN}",)
+
+
+def refuse_unusable_profiles(notes: Iterable[str]) -> None:
+    """Raise `ConfigError` if some of a plan's notes are on a profile that cannot be used."""
+    refused = [note.removesuffix(UNTIL_THEN) for note in notes if note.startswith(NOTE)]
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 def read_file(path: Path, machine: ProfileMachine | None) -> dict[str, Any]:

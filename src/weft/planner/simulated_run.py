@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 
 from weft.experiment import Experiment
-from weft.observe.shown_plan import ShownCall, ShownGroup, ShownPlan, ShownSpan
+from weft.observe.shown_plan import HOST_FUNCTION, ShownCall, ShownGroup, ShownPlan, ShownSpan
 from weft.planner.cost import CallWorkload
 from weft.planner.plan_file import format_layout
 from weft.planner.simulated_memory import build_memory_course, estimate_memory
 from weft.planner.simulation import RunSimulation, simulate
 from weft.planner.step_forecast import StepForecast
-
-DEFAULT_STEPS = 3
 
 
 def build_shown_plan(
@@ -21,7 +19,7 @@ def build_shown_plan(
     forecast: StepForecast,
     title: str,
     *,
-    steps: int = DEFAULT_STEPS,
+    steps: int,
     host_seconds: Mapping[str, float] | None = None,
 ) -> ShownPlan:
     """Return the plan of `experiment`, with `steps` simulated steps.
@@ -58,7 +56,7 @@ def build_shown_plan(
         )
     spans = []
     for span in simulation.spans:
-        if span.kind == "host" and not span.seconds:
+        if span.kind == HOST_FUNCTION and not span.seconds:
             continue
         spans.append(
             ShownSpan(

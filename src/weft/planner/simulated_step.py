@@ -292,7 +292,10 @@ class SimulatedStep:
         return self._bound_by_cores(last)
 
     def _run_call(self, name: str, unit: int, begin: Floats, free: dict[int, Floats]) -> None:
-        """Run a call on its devices, which `free` says from when on they have no other work."""
+        """Run a call as soon as its devices are free.
+
+        `free` has the time at which the devices of each unit have ended their work before.
+        """
         covers = self._covers
         begin = np.maximum(begin, free[unit])
         role = self._problem.units[unit].role

@@ -13,14 +13,13 @@ from typing import Any
 
 from weft.data.spec import DatasetSpec
 from weft.experiment import Experiment
-from weft.graph.mfc import MFCDef
 from weft.observe.memory import format_size
-from weft.observe.metrics import format_duration
+from weft.observe.metrics import format_duration, format_three_digits
 from weft.planner.candidates import PlacementUnit
 from weft.planner.cluster import DeviceCluster
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
-from weft.planner.placement import SearchSpec, build_problem, build_workload
+from weft.planner.placement import SearchSpec, build_problem, build_workload, group_calls
 from weft.planner.problem import PlacementEstimate, PlacementProblem
 from weft.planner.row_lengths import RowLengths
 from weft.planner.simulation import simulate
@@ -36,8 +35,9 @@ class CallForecast:
         moved_bytes: Bytes of these parameters that its devices receive.
         bound: The largest of the parts.
         parts: Seconds of the call by what takes them: "products", "memory" (reads and writes),
-            "messages", "overhead" (starting kernels, packing, passing calls on) and "bubble"
-            (waiting of pipeline stages).
+            "messages", "overhead" (starting kernels, packing, passing calls on), "bubble" (waiting of
+            pipeline stages), "offload" (copies that nothing hides, and updates in host memory) and
+            "preemption" (what preempted sequences compute again).
     """
 
     seconds: float
@@ -102,15 +102,18 @@ class StepForecast:
                 run += f" with {self.startup_seconds:.3g} s of start-up"
         missing = f", without {', '.join(left_out)}" if left_out else ""
         lines = [
-            f"time: about {self.step_seconds:.3g} s per step ({rate:,.0f} tokens/s){run}{missing}; "
+            f"time: about {format_three_digits(self.step_seconds)} s per step ({rate:,.0f} tokens/s){run}{missing}; "
             f"from {self.basis}"
         ]
         for name, call in sorted(self.calls.items(), key=lambda item: -item[1].seconds):
             moving = ""
             if call.transfer_seconds:
-                moving = f" + {call.transfer_seconds:.3g} s for {format_size(call.moved_bytes)} of weights"
+                moving = (
+                    f" + {format_three_digits(call.transfer_seconds)} s for "
+                    f"{format_size(call.moved_bytes)} of weights"
+                )
             most = f", mostly {call.bound}" if call.bound else ""
-            lines.append(f"  {name}: {call.seconds:.3g} s{moving}{most}")
+            lines.append(f"  {name}: {format_three_digits(call.seconds)} s{moving}{most}")
         return lines
 
 
@@ -136,14 +139,12 @@ def forecast_step(
     known = [call for call in calls if call.role in networks]
     loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
     # Each role that is trained is a unit with one mesh, and so is each call that does not train.
-    groups: dict[tuple[str, str], list[MFCDef]] = {}
-    for call in known:
-        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
     units = []
-    for (role, _), members in groups.items():
+    for members in group_calls(known):
+        first = members[0]
         names = tuple(call.name for call in members)
-        mesh = experiment.call_meshes[names[0]]
-        units.append(PlacementUnit(role, names, (mesh,), trains=members[0].trains))
+        mesh = experiment.call_meshes[first.name]
+        units.append(PlacementUnit(first.role, names, (mesh,), trains=first.trains))
     problem = build_problem(
         experiment,
         units,

@@ -147,7 +147,9 @@ class SupervisorPipe:
             if self._descriptor is None or number in self._unfinished_ranks:
                 return
             self._unfinished_ranks[number] = set(ranks)
-            self._send({"started_call": number, "call": call, "firing": firing, "where": list(where)})
+            self._send(
+                {"started_call": number, "call": call, "firing": firing, "where": list(where)}
+            )
 
     def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
         """Record which calls a rank has finished according to its `reports` (see `finish_rank`)."""

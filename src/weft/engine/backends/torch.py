@@ -121,21 +121,21 @@ def planned(
     common.check_fp8(spec)
     source = NetworkSource(spec, path, config)
     at = mesh.get_coordinates(mesh.ranks[0])
-    network, every = (
-        source.build_network(RankCoordinates(layout, at)),
-        find_canonical_parameters(source.build_network(None)),
-    )
+    network = source.build_network(RankCoordinates(layout, at))
+    whole = network if layout.num_devices == 1 else source.build_network(None)
     network.repeats_prefixes = layout.context > 1
-    places = compute_holdings(source.shapes, config, layout, at, tied=source.is_tied)
+    shapes = network_source.read_shapes(whole)
+    places = compute_holdings(shapes, config, layout, at, tied=source.is_tied)
     held = {}
     for name, where in places.items():
         held[name] = math.prod(part.stop - part.start for part in where)
+    every = find_canonical_parameters(whole)
     trained = {name for name, part in every.items() if part.requires_grad}
     return {
         "family": family.name,
         **_describe_network(network, config, spec, layout, device),
-        "num_parameters": sum(math.prod(shape) for shape in source.shapes.values()),
-        "num_trainable": sum(math.prod(source.shapes[name]) for name in trained),
+        "num_parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "num_trainable": sum(math.prod(shapes[name]) for name in trained),
         "held_parameters": sum(held.values()),
         "held_trainable": sum(size for name, size in held.items() if name in trained),
         "dtype": spec.dtype,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -139,6 +140,12 @@ class RankCoordinates:
     coordinates: MeshCoordinates
 
 
+def read_shapes(network: Transformer) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a network, by its canonical name."""
+    stored = find_canonical_parameters(network)
+    return {name: tuple(part.data.shape) for name, part in stored.items()}
+
+
 class NetworkSource:
     """Builder of one role's network, which also provides the initial values of the parameters.
 
@@ -159,10 +166,11 @@ class NetworkSource:
         # pooling named by the model directory, used if the role asks for no other
         unasked: Pooling = "last" if self._reader is None else self._reader.pooling
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
-        self.shapes = {
-            name: tuple(part.data.shape)
-            for name, part in find_canonical_parameters(self.build_network(None)).items()
-        }
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter of the whole network, by its canonical name."""
+        return read_shapes(self.build_network(None))
 
     @property
     def is_tied(self) -> bool:
