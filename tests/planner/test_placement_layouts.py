@@ -1,4 +1,6 @@
-"""What `allocation_mode` makes of roles: a layout for all that name none, whole or sharded."""
+"""What `allocation_mode` makes of roles: a layout for all that name none, whole or sharded; and the
+options of its estimates.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from weft.engine.spec import ModelSpec, ParallelSpec
-from weft.planner.placement import allocate_layouts
+from weft.errors import ConfigError
+from weft.options import validate
+from weft.planner.placement import SearchSpec, allocate_layouts
 
 ROLES = {
     "actor": ModelSpec(),
@@ -45,3 +49,9 @@ OWN = {"critic": "d1f1t2", "rew": "d2f1t1", "judge": "d1f1t1"}
 )
 def test_layouts_by_role(mode: str, num_devices: int, actor: str, ref: str) -> None:
     assert layouts(mode, num_devices) == {"actor": actor, "ref": ref, **OWN}
+
+
+def test_a_device_without_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_gb=0.0: a device needs memory; write a number"):
+        validate(SearchSpec(memory_gb=0.0))
+    validate(SearchSpec(memory_gb=0.5))
