@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-shuffled test-slow test-processors test-without-compat bench gpu gpu-carry docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow test-processors test-without-compat bench gpu gpu-carry docs docs-serve check collect format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -83,6 +83,10 @@ lint: install-dev
 
 types: install-dev
 	$(BIN)/mypy
+
+collect: install-dev # imports all tests, and so compiles them and what they need, which the processes of `make test` would all do at once
+	@mkdir -p build
+	$(BIN)/python -m pytest --collect-only -qq > build/collected.txt || { cat build/collected.txt; exit 1; }
 
 check: format-check lint types test ## what CI runs before the slow tests
 

@@ -63,6 +63,7 @@ class Nodes:
     def _start(self, *words: str) -> None:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
         line += ["--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
+        line += ["--include-log-monitor=false"]  # a device writes a log of its own
         # ports that the system gives out; Ray takes the first free ones of a range, which another
         # cluster may take at the same moment
         line += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]

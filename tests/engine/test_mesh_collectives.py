@@ -209,13 +209,16 @@ def test_ranks_that_share_packs_sample_the_same(
         assert all(tokens == found[0] for tokens in found)
 
 
+@pytest.fixture(scope="module")
+def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(8, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2", "d2f2t2p2"])
-def test_eight_processes_are_as_one(
-    layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare
-) -> None:
-    with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
-        compare(CASES["balanced"], layout, eight)
+def test_eight_processes_are_as_one(layout: str, eight_ranks: Ranks, compare: Compare) -> None:
+    compare(CASES["balanced"], layout, eight_ranks)
 
 
 @pytest.mark.slow
@@ -376,10 +379,9 @@ def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, compare: 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d4f2p2", "d2f2t2p2"])
 def test_halved_passes_of_eight_processes(
-    layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare
+    layout: str, eight_ranks: Ranks, compare: Compare
 ) -> None:
-    with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
-        compare(HALVED["tied"], layout, eight)
+    compare(HALVED["tied"], layout, eight_ranks)
 
 
 @pytest.mark.slow
