@@ -1,4 +1,4 @@
-"""What speaks another program's language: option names, configuration files, scripts, model stores.
+"""Translation of other programs: option names, configuration files, scripts, model stores.
 
 weft works without this package. It refers to it only through the table in `weft.cli.dialects`.
 """

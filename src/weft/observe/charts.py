@@ -248,7 +248,7 @@ def _render_help(chart: Chart) -> str:
     """Render a question mark that opens the description of the chart's metric when clicked."""
     if chart.help is None:
         return ""
-    way = {1: "Higher is better. ", -1: "Lower is better. "}.get(
+    direction = {1: "Higher is better. ", -1: "Lower is better. "}.get(
         get_direction(chart.lines[0].name), ""
     )
     if chart.help.healthy:
@@ -258,7 +258,7 @@ def _render_help(chart: Chart) -> str:
     names = ", ".join(dict.fromkeys(line.name for line in chart.lines))
     return (
         f'<details class="help"><summary aria-label="What {escape(chart.title)} means">?</summary><div>'
-        f"<p>{way}{escape(chart.help.what)}</p>{healthy}<p><code>{escape(names)}</code></p></div></details>"
+        f"<p>{direction}{escape(chart.help.what)}</p>{healthy}<p><code>{escape(names)}</code></p></div></details>"
     )
 
 

@@ -255,11 +255,11 @@ def _render_metric_rows(
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
         if is_policy_loss(runs, [first]) or (get_last_part(first).endswith("loss") and has_reward):
-            way = 0
+            direction = 0
         else:
-            way = get_direction(first)
-        if way and len(known) > 1:
-            top = max(known, key=lambda value: way * value)
+            direction = get_direction(first)
+        if direction and len(known) > 1:
+            top = max(known, key=lambda value: direction * value)
         else:
             top = None
         cells = "".join(_render_cell(value, top) for value in values)

@@ -50,13 +50,13 @@ def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     folders of the path, else the whole path.
     """
     titles = [run.title for run in runs]
-    ways = (
+    choices = (
         [trial for _, trial in titles],
         [f"{experiment}/{trial}" for experiment, trial in titles],
         ["/".join(run.directory.absolute().parts[-2:]) for run in runs],
         [str(run.directory) for run in runs],
     )
-    labels = next((way for way in ways if len(set(way)) == len(runs)), ways[-1])
+    labels = next((each for each in choices if len(set(each)) == len(runs)), choices[-1])
     return [NamedRun(run, label, hue) for run, label, hue in zip(runs, labels, HUES, strict=False)]
 
 
@@ -168,8 +168,8 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
     # Sort by value and compare the difference with the noise.
-    way = get_direction(name) or 1
-    (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
+    direction = get_direction(name) or 1
+    (first, winner), *others = sorted(known, key=lambda pair: -direction * pair[0])
     what = escape(find_title(name))
     at = format_step(listed, step)
     width = _compute_difference_noise(runs, names, step)
@@ -184,7 +184,7 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
     rest = ", ".join(
         f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in others
     )
-    word = "higher" if way > 0 else "lower"
+    word = "higher" if direction > 0 else "lower"
     better = f"<b>{escape(winner.label_with_status)}</b>"
     verb = f"{at} {better} has" if at else f"{better} ended with"
     noise = f", with a noise of ± {pace.format_noise(width)}" if width else ""

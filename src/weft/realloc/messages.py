@@ -175,11 +175,14 @@ class ReallocationLink:
         if not pairs:
             return []
         others = []
-        for way, rank, _ in pairs:
-            others.append(("from" if way is dist.irecv else "to") + f" rank {rank}")
+        for operation, rank, _ in pairs:
+            others.append(("from" if operation is dist.irecv else "to") + f" rank {rank}")
         try:
             works = dist.batch_isend_irecv(
-                [P2POp(way, x, peer=rank, group=self._group, tag=tag) for way, rank, x in pairs]
+                [
+                    P2POp(operation, x, peer=rank, group=self._group, tag=tag)
+                    for operation, rank, x in pairs
+                ]
             )
         except RuntimeError as error:
             raise _build_lost_error(self.rank, ", ".join(others), error) from error

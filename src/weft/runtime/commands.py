@@ -334,7 +334,7 @@ class MoveParameters:
 
     def run(self, process: DeviceProcess, number: int) -> int:
         roles = process.worker.roles
-        way = process.reallocations[self.key]
+        reallocation = process.reallocations[self.key]
         giver: ParameterSource | None = roles.find_engine(self.source)
         if giver is not None and self.saved_version is not None:
             alike = process.saved_weights[self.source, self.saved_version]
@@ -342,7 +342,7 @@ class MoveParameters:
             if not alike:
                 del process.saved_weights[self.source, self.saved_version]
         with roles.open_for_update(self.target, self.weights) as taker:
-            return way.move(giver, taker, eta=self.eta).version
+            return reallocation.move(giver, taker, eta=self.eta).version
 
 
 @dataclass(frozen=True)

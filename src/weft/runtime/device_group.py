@@ -286,7 +286,10 @@ class DeviceGroup:
             for r, m in self._experiment.copies:
                 if r == role:
                     copies[m] = self._built[m.ranks[0]].copies[r, m]
-            moves = [f"{what}: {way}" for what, way in self._parameters.list_plans(role)]
+            moves = [
+                f"{what}: {reallocation}"
+                for what, reallocation in self._parameters.list_plans(role)
+            ]
             facts[role] = {
                 **self._built[mesh.ranks[0]].facts[role],
                 "copies": copies,

@@ -125,9 +125,14 @@ class ParameterTransfers:
         partly: bool = False,
     ) -> DeviceJob:
         source, target, *_ = what = self._resolve_sync(sync, partly=partly)
-        way = self._transfers.prepare_plan(*what)
+        reallocation = self._transfers.prepare_plan(*what)
         return self._transfers.run(
-            way, MoveParameters(way.key, source, target, sync.eta), name, done, failed, started
+            reallocation,
+            MoveParameters(reallocation.key, source, target, sync.eta),
+            name,
+            done,
+            failed,
+            started,
         )
 
     def _resolve_sync(
@@ -193,13 +198,13 @@ class RoleCopies:
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
                 source = self._transfers.get_own_key(role)
-                self._saved_plans[place, version] = way = self._transfers.prepare_plan(
+                self._saved_plans[place, version] = reallocation = self._transfers.prepare_plan(
                     source, place, self._list_outdated(place)
                 )
                 job = DeviceJob(
                     f"saving weights of {role!r}",
                     source[1].ranks,
-                    repeat_command(SaveParameters(way.key, source, version)),
+                    repeat_command(SaveParameters(reallocation.key, source, version)),
                     ignore_result,
                     failed,
                     roles=frozenset({role}),
@@ -315,9 +320,12 @@ class RoleCopies:
                     names = self._transfers.list_common(own, place, partly=False)
                 else:
                     names = self._transfers.list_trained(place)
-                way = self._transfers.prepare_plan(own, place, names)
+                reallocation = self._transfers.prepare_plan(own, place, names)
                 plans.append(
-                    (f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}", way)
+                    (
+                        f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}",
+                        reallocation,
+                    )
                 )
         return plans
 
@@ -326,8 +334,8 @@ class RoleCopies:
 
         The plan is removed from `_saved_plans`. Raises `RunError` if the version was not saved.
         """
-        way = self._saved_plans.pop((place, version), None)
-        if way is None:
+        reallocation = self._saved_plans.pop((place, version), None)
+        if reallocation is None:
             there = (
                 ", ".join(
                     str(of) for other, of in sorted(self._saved_plans, key=str) if other == place
@@ -339,7 +347,7 @@ class RoleCopies:
                 f"which was not saved; saved versions: "
                 f"{there}"
             )
-        return way
+        return reallocation
 
     def _transfer_newest(
         self, place: EngineKey, failed: FailureCallback, *, holds_up: bool = True
@@ -357,23 +365,23 @@ class RoleCopies:
     def _transfer_weights(
         self,
         place: EngineKey,
-        way: ReallocationPlan,
+        reallocation: ReallocationPlan,
         failed: FailureCallback,
         *,
         saved_version: int | None = None,
         holds_up: bool = True,
     ) -> None:
         self._weights[place] += 1
-        self._moved_bytes[place] = self._moved_bytes.get(place, 0) + way.num_bytes_moved
+        self._moved_bytes[place] = self._moved_bytes.get(place, 0) + reallocation.num_bytes_moved
         what = MoveParameters(
-            way.key,
+            reallocation.key,
             self._transfers.get_own_key(place[0]),
             place,
             weights=self._weights[place],
             saved_version=saved_version,
         )
         name = f"moving the weights of {place[0]!r} to {place[1]}"
-        self._transfers.run(way, what, name, ignore_result, failed, holds_up=holds_up)
+        self._transfers.run(reallocation, what, name, ignore_result, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
         """Return the names of the parameters that may be outdated in the copy at `place`."""

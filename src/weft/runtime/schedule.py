@@ -1,4 +1,4 @@
-"""What is done at which step of a run: frequencies of actions, and traces of steps."""
+"""Schedule of a run, by step: frequencies of actions, and traces of steps."""
 
 from __future__ import annotations
 

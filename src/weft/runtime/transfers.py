@@ -91,7 +91,7 @@ class TransferRunner:
             itemsize = dict.fromkeys(names, self._compute_itemsize(source[0], target, eta))
             cost = count_traffic(transfers, have, want, itemsize=itemsize, node_of=self._get_node)
             ranks = tuple(sorted({*source[1].ranks, *target[1].ranks}))
-            key = f"{source[0]} -> {target[0]}, way {len(self._plans)}"
+            key = f"{source[0]} -> {target[0]}, plan {len(self._plans)}"
             self._plans[between] = ReallocationPlan(
                 key, ranks, transfers, cost.moved_bytes, cost.across
             )
@@ -107,7 +107,7 @@ class TransferRunner:
 
     def run(
         self,
-        way: ReallocationPlan,
+        reallocation: ReallocationPlan,
         what: MoveParameters,
         name: str,
         done: VersionCallback,
@@ -118,7 +118,7 @@ class TransferRunner:
     ) -> DeviceJob:
         """Submit a job that executes a plan, and return the job.
 
-        `way` is the plan of the transfer, and `what` is the command that each device gets. If
+        `reallocation` is the plan of the transfers, `what` the command that each device gets. If
         `holds_up` is True, later requests for the two roles wait for the transfer. If some of the
         target's ranks are not ranks of the source, the job starts only after the job that last
         changed the source's weights, so that these ranks are not blocked while the source's ranks
@@ -135,11 +135,11 @@ class TransferRunner:
         on_finished = lambda ends: done(ends[target[0]].value)  # noqa: E731
 
         def on_failed(error: BaseException) -> None:
-            failed(self._preparation_errors.get(way.key) or error)
+            failed(self._preparation_errors.get(reallocation.key) or error)
 
         job = DeviceJob(
             name,
-            way.ranks,
+            reallocation.ranks,
             repeat_command(what),
             on_finished,
             on_failed,

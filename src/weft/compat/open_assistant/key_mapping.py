@@ -1,4 +1,4 @@
-"""How Open-Assistant's configuration is mapped to weft: the rules for keys, and lists of datasets.
+"""Mapping of Open-Assistant's configuration to weft: rules for keys, and lists of datasets.
 
 A `KeyMapping` collects options, notes and error messages. An item of a list of datasets is
 `- name`, or `- name:` with the dataset's parameters indented below; it becomes an entry of

@@ -1,4 +1,4 @@
-"""What checks of verifiable instructions share."""
+"""Functions that the checks of verifiable instructions share."""
 
 from __future__ import annotations
 
