@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from weft.planner.cost import CallWorkload, build_memory_case, estimate_call
 from weft.planner.decoder_sizes import CHUNK_ROWS, DecoderSizes
-from weft.planner.memory import MemorySettings, NetworkShape
+from weft.planner.devices import DeviceRates
+from weft.planner.memory import MemorySettings, NetworkShape, RoleMemory, estimate
+from weft.topology import Layout, Mesh
 
 
 def decoder(*, active: int, outputs: int, **shape: int) -> DecoderSizes:
@@ -41,3 +44,21 @@ SMALL = decoder(
     embedding=100_000,
     outputs=100_000,
 )
+
+
+def compute_seconds(
+    network: DecoderSizes, load: CallWorkload, at: Mesh, rates: DeviceRates
+) -> float:
+    return estimate_call(network, load, at, rates).seconds
+
+
+def compute_memory(
+    network: DecoderSizes,
+    loads: list[CallWorkload],
+    layout: Layout,
+    rates: DeviceRates,
+    *,
+    own: bool = True,
+) -> RoleMemory:
+    case = build_memory_case(network, loads, layout, rates, own=own)
+    return estimate(case.shape, case.settings, case.works)

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.planner.decoders import decoder, with_settings
+from tests.planner.decoders import compute_memory, compute_seconds, decoder, with_settings
 from weft.planner.candidates import PlacementUnit, list_meshes
 from weft.planner.cluster import build_cluster
 from weft.planner.cost import (
     CallWorkload,
-    estimate_call_seconds,
-    estimate_role_memory,
     estimate_transfers,
 )
 from weft.planner.decoder_sizes import DecoderSizes
@@ -229,7 +227,7 @@ def _simulate(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known) -
             # Of a pipeline, some stages wait.
             active = load.count_active_stages(mesh.layout) / mesh.layout.pipeline
             shared = rates.share_cores(max(1.0, counts[0] * active), counts[1])
-            known[key] = estimate_call_seconds(problem.networks[role], load, mesh, shared)
+            known[key] = compute_seconds(problem.networks[role], load, mesh, shared)
         takes = known[key]
         takes += rates.call + (rates.dispatch if started > 1 else 0.0)
         ends[name] = begin + moves + takes
@@ -261,7 +259,7 @@ def _find_excess(problem: PlacementProblem, meshes: Sequence[Mesh], known: Known
         own = owners[role] == mesh
         key = (role, mesh, tuple(calls), own)
         if key not in known:
-            known[key] = estimate_role_memory(
+            known[key] = compute_memory(
                 problem.networks[role],
                 [problem.loads[call] for call in calls],
                 mesh.layout,

@@ -6,16 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.decoders import SMALL, with_adapters, with_settings
+from tests.planner.decoders import (
+    SMALL,
+    compute_memory,
+    compute_seconds,
+    with_adapters,
+    with_settings,
+)
 from weft.planner.cost import (
     CallWorkload,
-    build_memory_case,
     estimate_call,
     estimate_transfers,
 )
-from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.memory import RoleMemory, estimate
 from weft.topology import Layout, Mesh
 
 # Numbers that a hand can follow: 1 GFLOP/s, 1 GB/s of memory and of links, nothing that a layer or
@@ -31,24 +34,6 @@ PARAMETERS = 4 * 150_000 + 200_000
 def mesh(layout: str, first: int = 0) -> Mesh:
     made = Layout.parse(layout)
     return Mesh(made, tuple(range(first, first + made.num_devices)))
-
-
-def compute_seconds(
-    network: DecoderSizes, load: CallWorkload, at: Mesh, rates: DeviceRates
-) -> float:
-    return estimate_call(network, load, at, rates).seconds
-
-
-def compute_memory(
-    network: DecoderSizes,
-    loads: list[CallWorkload],
-    layout: Layout,
-    rates: DeviceRates,
-    *,
-    own: bool = True,
-) -> RoleMemory:
-    case = build_memory_case(network, loads, layout, rates, own=own)
-    return estimate(case.shape, case.settings, case.works)
 
 
 # The last layer computes keys and values of all tokens, the rest only of rows that are read.

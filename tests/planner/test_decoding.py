@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.decoders import SMALL
+from tests.planner.decoders import SMALL, compute_seconds
 from weft.engine.generation.blocks import PageManager
 from weft.engine.generation.scheduler import GenerationBudget, Scheduler, Sequence
 from weft.models.kv.pages import PAGE as ENGINE_PAGE
 from weft.planner import decoding
-from weft.planner.cost import CallWorkload, estimate_call, estimate_call_seconds
+from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.decoding import DecodingPlan, plan_decoding
 from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
@@ -96,14 +96,14 @@ def test_a_small_cache_takes_longer() -> None:
     load = CallWorkload("generate", 64, 200, 2000)
     mesh = Mesh(Layout(), (0,))
     token = 2 * 4 * 50 * 4  # keys and values of four layers
-    roomy = estimate_call_seconds(SMALL, load, mesh, rates)
+    roomy = compute_seconds(SMALL, load, mesh, rates)
     seconds = [
-        estimate_call_seconds(SMALL, replace(load, cache_bytes=size * 3000 * token), mesh, rates)
+        compute_seconds(SMALL, replace(load, cache_bytes=size * 3000 * token), mesh, rates)
         for size in (100, 32, 8)
     ]
     assert seconds[0] == roomy < seconds[1] < seconds[2]
     small = replace(rates, capacity=4 * 8 * 3000 * token)
-    assert estimate_call_seconds(SMALL, load, mesh, small) == seconds[2]
+    assert compute_seconds(SMALL, load, mesh, small) == seconds[2]
     # What is computed again has a part of its own.
     fast = replace(rates, flops=1e9)
     parts = [
@@ -112,7 +112,7 @@ def test_a_small_cache_takes_longer() -> None:
     ]
     assert parts[0]["preemption"] == 0.0 < parts[1]["preemption"]
     # Ranks share the sequences.
-    both = estimate_call_seconds(
+    both = compute_seconds(
         SMALL,
         replace(load, cache_bytes=32 * 3000 * token),
         Mesh(Layout(data=2, fsdp=1), (0, 1)),

@@ -52,6 +52,6 @@ def test_layouts_by_role(mode: str, num_devices: int, actor: str, ref: str) -> N
 
 
 def test_a_device_without_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="memory_gb=0.0: a device needs memory; write a number"):
+    with pytest.raises(ConfigError, match=r"memory_gb=0\.0: a device needs memory; write a number"):
         validate(SearchSpec(memory_gb=0.0))
     validate(SearchSpec(memory_gb=0.5))
