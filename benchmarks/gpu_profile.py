@@ -55,7 +55,7 @@ def _compare_step(run: Run, path: Path) -> None:
     from weft.algorithms.sft import SFTLoss
     from weft.cli.plan_profile import find_machine
     from weft.engine.spec import ModelSpec
-    from weft.planner.cost import CallWorkload, estimate_call_seconds
+    from weft.planner.cost import CallWorkload, estimate_call
     from weft.planner.decoder_sizes import build_decoder_sizes
     from weft.planner.devices import estimate_cpu_rates, find_gpu_rates
     from weft.planner.profile import find_usable_profile
@@ -89,6 +89,6 @@ def _compare_step(run: Run, path: Path) -> None:
     profile, notes = find_usable_profile({key}, find_machine(where.device), str(path))
     run.details["notes"] = list(notes)
     for name, known in (("the data sheet", rates), ("the profile", rates.with_profile(profile))):
-        expected = estimate_call_seconds(sizes, load, Mesh(Layout(), (0,)), known)
+        expected = estimate_call(sizes, load, Mesh(Layout(), (0,)), known).seconds
         run.add(f"plan: forecast from {name}", 1e3 * expected, "ms")
         run.add(f"plan: error of the forecast from {name}", 100 * (expected / measured - 1), "%")

@@ -62,7 +62,7 @@ def test_figures_are_those_of_the_checkpoints(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("weft.launch.assemble.RunEngine", keep_group)
     result = run(small(root, "whole", save_freq_steps=1))
     for id in ("eval/suite_score/0", "eval/suite_generate/0"):
-        assert id not in groups[0]._store, "recovery points would hold the requests"
+        assert id not in groups[0]._tensors._store, "recovery points would hold the requests"
     figures = read_figures(result.metrics)
     assert sorted(figures) == [0, 2, 3]
     assert figures[0] != figures[2] != figures[3], "at this rate the model has changed"

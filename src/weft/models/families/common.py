@@ -264,6 +264,15 @@ def layer_types(config: TransformerConfig) -> list[str]:
 # -- keys
 
 
+def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
+    """Return the checkpoint location of a parameter that is stored unchanged in the tensor `hf`.
+
+    `name` is the canonical name of the parameter, and `part` is the part of the network that has
+    it.
+    """
+    return Key(name, hf, part)
+
+
 def linear(
     name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: NetworkPart = "block"
 ) -> tuple[Key, ...]:
@@ -325,7 +334,7 @@ HF_BLOCK = "model.layers.{i}"
 
 def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the locations of the embedding, last norm and output layer in a Llama checkpoint."""
-    embed = Key("embed.weight", "model.embed_tokens.weight", "embedding")
+    embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
     keys = (embed, *norm("norm", "model.norm", config, "head"))
     if config.tied:
         return keys
@@ -342,7 +351,7 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
     keys += linear(f"{ours}.o", f"{theirs}.o_proj", bias=config.o_bias)
     if config.qk_norm is not None:
         keys += tuple(
-            Key(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
+            tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
         )
     return keys
 
@@ -373,5 +382,5 @@ def build_llama_keys(config: TransformerConfig, names: Mapping[str, str]) -> tup
 
     `names` maps the name of each norm of a block to its name in the checkpoint.
     """
-    norms = (Key(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in names.items())
+    norms = (tensor(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in names.items())
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *norms)

@@ -73,8 +73,8 @@ def write_gpt2_values(config: TransformerConfig) -> dict[str, Any]:
 def build_gpt2_end_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint locations of the embeddings, the last norm and the output layer."""
     keys = (
-        Key("embed.weight", "transformer.wte.weight", "embedding"),
-        Key("positions.weight", "transformer.wpe.weight", "embedding"),
+        common.tensor("embed.weight", "transformer.wte.weight", "embedding"),
+        common.tensor("positions.weight", "transformer.wpe.weight", "embedding"),
         *common.norm("norm", "transformer.ln_f", config, "head"),
     )
     if config.tied:

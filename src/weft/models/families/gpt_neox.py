@@ -87,7 +87,7 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     size = (config.head_dim,) * 3
     bias = config.qkv_bias
     ends = (
-        Key("embed.weight", "gpt_neox.embed_in.weight", "embedding"),
+        common.tensor("embed.weight", "gpt_neox.embed_in.weight", "embedding"),
         *common.norm("norm", "gpt_neox.final_layer_norm", config, "head"),
     )
     return (

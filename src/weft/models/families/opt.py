@@ -89,8 +89,8 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     theirs = "model.decoder.layers.{i}"
     bias = config.qkv_bias
     keys: tuple[Key, ...] = (
-        Key("embed.weight", "model.decoder.embed_tokens.weight", "embedding"),
-        Key("positions.weight", "model.decoder.embed_positions.weight", "embedding"),
+        common.tensor("embed.weight", "model.decoder.embed_tokens.weight", "embedding"),
+        common.tensor("positions.weight", "model.decoder.embed_positions.weight", "embedding"),
     )
     if config.embed_dim is not None:
         keys += common.linear("embed_in", "model.decoder.project_in", part="embedding")
