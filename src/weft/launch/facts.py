@@ -304,10 +304,8 @@ def forecast(
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # only a tokenizer
-        for mesh, engine_facts in {
-            meshes[role]: facts[role],
-            **facts[role].get("copies", {}),
-        }.items():
+        engines = {meshes[role]: facts[role], **facts[role].get("copies", {})}
+        for mesh, engine_facts in engines.items():
             calls = []
             for call in experiment.graph.list_model_calls():
                 if call.role == role and experiment.call_meshes[call.name] == mesh:

@@ -210,8 +210,8 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
                 existing_methods.append(method)
         raise GraphError(
             f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
-            f"does not have it (it has {', '.join(existing_methods) or 'none of them'}); name another "
-            "interface or method"
+            f"does not have it (it has {', '.join(existing_methods) or 'none of them'}); name "
+            "another interface or method"
         )
     try:
         inspect.signature(cls).bind(**node.args)
