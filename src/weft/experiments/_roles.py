@@ -166,8 +166,8 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
         option = "tokenizer.path" if other.tokenizer.path else "path"
         raise ConfigError(
             f"{other_name}.{option}={places[1]!r}: {num_different} tokens of its tokenizer differ "
-            f"from those of {name}.path={places[0]!r}, but the two roles exchange token ids; choose a "
-            f"{other_name} with the same vocabulary"
+            f"from those of {name}.path={places[0]!r}, but the two roles exchange token ids; "
+            f"choose a {other_name} with the same vocabulary"
         )
 
 

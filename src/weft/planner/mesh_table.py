@@ -138,7 +138,7 @@ class TransferTable:
         self._seconds: Floats = np.zeros(0)
 
     def find_seconds(self, sources: Integers, targets: Integers) -> Floats:
-        """Return the seconds of copying from each of `sources` to the same element of `targets`.
+        """Return the seconds to copy from each of `sources` to the same element of `targets`.
 
         Both are arrays of mesh numbers. The time is 0 if the two meshes are equal.
         """
