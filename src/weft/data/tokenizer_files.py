@@ -1,6 +1,6 @@
 """Loading of tokenizers from files, and application of the options that change them.
 
-The files are those of a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
+A tokenizer is loaded from a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
 `tokenizer.model`.
 """
 
@@ -446,7 +446,7 @@ def list_added_tokens(
 ) -> list[str]:
     """Return the tokens to add to the vocabulary, without duplicates.
 
-    `given` is the value of the option `add_tokens`. The word "template" in it stands for the
+    `given` is the value of the option `add_tokens`. The word "template" in it means the
     special tokens of the chat template named `template`. Raises `ConfigError` if the word is used
     but the chat template is not given by name.
     """
@@ -473,12 +473,12 @@ def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None
     """
     if not tokens:
         return None
-    known = hf.get_vocab()
-    first = max(known.values(), default=-1) + 1
+    vocabulary = hf.get_vocab()
+    first = max(vocabulary.values(), default=-1) + 1
     hf.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
     )
-    return None if all(token in known for token in tokens) else first
+    return None if all(token in vocabulary for token in tokens) else first
 
 
 def check_named_template(
@@ -519,11 +519,11 @@ def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenize
             "give one with a tokenizer.json, or leave the option out"
         )
     core = hf.backend_tokenizer
-    apart = pre_tokenizers.Digits(individual_digits=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
     if core.pre_tokenizer is None:
-        core.pre_tokenizer = apart
+        core.pre_tokenizer = digits
     else:
-        core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, apart])
+        core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, digits])
 
 
 def compute_fingerprint(hf: PreTrainedTokenizerBase, *settings: Any) -> str:

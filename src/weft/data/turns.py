@@ -533,11 +533,11 @@ def count_common_prefix(*sequences: Sequence[int]) -> int:
     return shared
 
 
-def count_common_start(one: str, other: str) -> int:
+def count_common_start(text: str, other: str) -> int:
     """Return the number of leading characters that two texts have in common."""
     low = 0
-    high = min(len(one), len(other))
+    high = min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
     return low

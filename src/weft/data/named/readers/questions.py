@@ -229,10 +229,10 @@ def each(
         random = use.make_random(index)
         question = fill_template(prompt, row, random)
         entries = pick_value(answers, row, random) or []
-        beside = (pick_value(labels, row, random) or []) if labels else [""] * len(entries)
-        if isinstance(entries, str) or len(entries) != len(beside):
+        entry_labels = (pick_value(labels, row, random) or []) if labels else [""] * len(entries)
+        if isinstance(entries, str) or len(entries) != len(entry_labels):
             raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
-        for entry, label in zip(entries, beside, strict=True):
+        for entry, label in zip(entries, entry_labels, strict=True):
             user_text = question
             answer = entry
             if templates:
