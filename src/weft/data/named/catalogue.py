@@ -215,7 +215,7 @@ def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
     if (
         len(languages) != 2
         or languages[0] == languages[1]
-        or any(each not in LANGUAGES for each in languages)
+        or any(language not in LANGUAGES for language in languages)
     ):
         shape = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(
