@@ -139,7 +139,7 @@ def find_lost_fields(
 
 
 def _list_calls(marks: Mapping[str, str]) -> list[str]:
-    """Return the paths in `marks` that stand for whole tool calls, such as `tool_calls[0]`.
+    """Return the paths in `marks` that refer to whole tool calls, such as `tool_calls[0]`.
 
     Paths of single arguments are left out.
     """

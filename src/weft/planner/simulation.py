@@ -167,7 +167,7 @@ def _find_steady_seconds(replay: _StepReplay) -> float:
 class _StepDecisions:
     """Decides the firings (executions of nodes) of each step like the master of a run.
 
-    `decide_step` follows `Master._decide_step`. Sample ids stand for equal parts of a batch.
+    `decide_step` follows `Master._decide_step`. Sample ids denote equal parts of a batch.
     """
 
     graph: DataflowGraph
