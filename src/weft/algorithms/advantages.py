@@ -31,7 +31,7 @@ class RewardShaping:
         clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty
 
     The penalty is subtracted only from the rewards of truncated completions. If
-    `missing_eos_reward` is set, it takes the place of their rewards first. If the bound is None,
+    `missing_eos_reward` is set, it first replaces their rewards. If the bound is None,
     the rewards are not clipped.
     """
 
@@ -77,12 +77,12 @@ def compute_discounted_sums(
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
     last = (compute_starts(lengths) + lengths - 1)[order]
-    long_enough = lengths[order]
-    for back in range(1, int(lengths.max(initial=0))):
-        # completions of more than `back` rows
-        active = int(np.searchsorted(-long_enough, -back, side="left"))
-        here = last[:active] - back
-        sums[here] += factor * sums[here + 1]
+    sorted_lengths = lengths[order]
+    for offset in range(1, int(lengths.max(initial=0))):
+        # Select the completions of more than `offset` rows.
+        num_active = int(np.searchsorted(-sorted_lengths, -offset, side="left"))
+        positions = last[:num_active] - offset
+        sums[positions] += factor * sums[positions + 1]
     return sums
 
 
@@ -158,18 +158,18 @@ def compute_gae(
         A_t = sum_l (discount lam)^l delta_{t+l}         Schulman et al. 2015, eq. 16
         R_t = A_t + V_t
 
-    The T tokens are those of S completions, with `lengths` tokens each. `values` has V_t, the value
+    The T tokens belong to S completions, with `lengths` tokens each. `values` has V_t, the value
     of the state before each token. `last_values` has the value of the state after the last token of
     each completion: 0 if the completion ended, and the critic's value if it was truncated. Only
     trained tokens should be passed (as `weft.host.advantages` does), so that tokens written by
     tools are skipped and not discounted.
     """
-    following = np.empty_like(values)
-    following[:-1] = values[1:]
-    held = lengths > 0
-    following[(compute_starts(lengths) + lengths - 1)[held]] = last_values[held]
+    next_values = np.empty_like(values)
+    next_values[:-1] = values[1:]
+    has_tokens = lengths > 0
+    next_values[(compute_starts(lengths) + lengths - 1)[has_tokens]] = last_values[has_tokens]
     advantages = compute_discounted_sums(
-        rewards + discount * following - values, lengths, discount * lam
+        rewards + discount * next_values - values, lengths, discount * lam
     )
     return advantages, advantages + values
 
@@ -197,14 +197,14 @@ def whiten(
 
 @dataclass(frozen=True)
 class PassThreshold:
-    """Option that says which completions pass, for pass@k."""
+    """Option of pass@k: the reward above which a completion passes."""
 
     pass_reward: float = option(0.5, "a completion passes if its reward is above this (pass@k)")
 
 
 @dataclass(frozen=True)
 class GroupAdvantages(RewardShaping, PassThreshold):
-    """Options of advantages within groups, the completions of one prompt (GRPO and its relatives).
+    """Options of advantages within groups of completions of one prompt (GRPO and others).
 
     The host function `group_advantages` computes the advantages, and describes the options in full.
     The fields without a help text are set by the experiment.
@@ -297,8 +297,8 @@ def subtract_baseline(
 
         group          mean reward of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
         leave_one_out  mean reward of the other completions of the group (RLOO, Ahmadian et al.
-                       2024, eq. 4); with K completions, the result is K / (K - 1) times that of
-                       `group`
+                       2024, eq. 4); with K completions, the result is K / (K - 1) times the
+                       result of `group`
         opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
                        arXiv:2505.23585): the baseline of least variance if the gradients of tokens
                        are independent; `lengths` are numbers of trained tokens
@@ -416,8 +416,8 @@ def compute_pass_at_k(
             f"pass@{k} needs {k} completions of each prompt, and one has "
             f"{int(size[size > 0].min())}"
         )
-    wrong = np.bincount(group, weights=1.0 - passed).astype(np.float64)
-    return (1.0 - _choose_ratio(wrong, size, k))[group]
+    num_failed = np.bincount(group, weights=1.0 - passed).astype(np.float64)
+    return (1.0 - _choose_ratio(num_failed, size, k))[group]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,9 +442,9 @@ def compute_pass_at_k_advantages(
     """
     rate = compute_pass_at_k(passed, group, k)
     size: Vector = np.bincount(group).astype(np.float64)[group]
-    wrong = np.bincount(group, weights=1.0 - passed)[group]
+    num_failed = np.bincount(group, weights=1.0 - passed)[group]
     missed = np.where(
-        wrong > 0, _choose_ratio(np.maximum(wrong - 1.0, 0.0), size - 1.0, k - 1), 0.0
+        num_failed > 0, _choose_ratio(np.maximum(num_failed - 1.0, 0.0), size - 1.0, k - 1), 0.0
     )
     deviation = np.sqrt(rate * (1.0 - rate))
     gain = np.where(passed > 0, 1.0 - rate, 1.0 - rate - missed)
@@ -489,13 +489,13 @@ def compute_decoupled_advantages(
     """
     total = np.zeros(len(parts))
     for column, weight in zip(parts.T, weights, strict=True):
-        held = (~np.isnan(column)).astype(np.float64)
+        applies = (~np.isnan(column)).astype(np.float64)
         values = np.nan_to_num(column)
-        mean = compute_weighted_means(values, held, group)
-        count = np.bincount(group, weights=held)[group]
-        squares = np.bincount(group, weights=np.square(values - mean) * held)[group]
+        mean = compute_weighted_means(values, applies, group)
+        count = np.bincount(group, weights=applies)[group]
+        squares = np.bincount(group, weights=np.square(values - mean) * applies)[group]
         deviation = np.sqrt(squares / np.maximum(count - 1.0, 1.0))
-        total += weight * held * (values - mean) / (deviation + eps)
+        total += weight * applies * (values - mean) / (deviation + eps)
     deviation_of_all = total.std(ddof=1 if len(total) > 1 else 0)
     return (total - total.mean()) / (deviation_of_all + eps)
 
@@ -519,15 +519,14 @@ def compute_step_advantages(
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))
     step_rewards = rewards[steps]
-    of = group[owner[steps]]
-    mean, size = (
-        compute_group_means(step_rewards, of)
-        if len(step_rewards)
-        else (step_rewards, np.zeros(0, np.int64))
-    )
+    step_groups = group[owner[steps]]
+    if len(step_rewards):
+        mean, size = compute_group_means(step_rewards, step_groups)
+    else:
+        mean, size = step_rewards, np.zeros(0, np.int64)
     centred = step_rewards - mean
     if scale == "group" and len(step_rewards):
-        centred = centred / (compute_group_stds(step_rewards, of) + eps)
+        centred = centred / (compute_group_stds(step_rewards, step_groups) + eps)
     elif scale == "batch" and len(step_rewards) > 1:
         centred = centred / (step_rewards.std(ddof=1) + eps)
     rows = np.zeros(len(rewards))

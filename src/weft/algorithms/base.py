@@ -313,9 +313,9 @@ def make_loss_constructor(
         raise ConfigError(
             f"loss {name!r}: its function cannot have *, ** or positional-only parameters"
         )
-    reads = tuple(p.name for p in parameters if p.default is p.empty)
-    takes = [p.name for p in parameters if p.default is not p.empty]
-    outputs = frozenset(output for output in OUTPUTS if output in reads)
+    input_names = tuple(p.name for p in parameters if p.default is p.empty)
+    option_names = [p.name for p in parameters if p.default is not p.empty]
+    outputs = frozenset(output for output in OUTPUTS if output in input_names)
     if not outputs:
         raise ConfigError(
             f"loss {name!r} reads no output of the network; name one of {', '.join(OUTPUTS)} as a "
@@ -324,9 +324,9 @@ def make_loss_constructor(
 
     def build(**options: Any) -> FunctionLoss:
         for option in options:
-            if option not in takes:
-                raise build_unknown_name_error(f"option of loss {name!r}:", option, takes)
-        return FunctionLoss(function, name, reads, outputs, per, options, by_row)
+            if option not in option_names:
+                raise build_unknown_name_error(f"option of loss {name!r}:", option, option_names)
+        return FunctionLoss(function, name, input_names, outputs, per, options, by_row)
 
     build.__module__ = function.__module__
     build.__qualname__ = function.__qualname__
@@ -372,7 +372,7 @@ class FunctionLoss(Loss):
             **{name: self._find_argument(name, out, batch) for name in self.input_names},
             **self.options,
         )
-        losses, named = result if isinstance(result, tuple) else (result, {})
+        losses, statistics = result if isinstance(result, tuple) else (result, {})
         if self.per == "token":
             weights = batch.mask
         else:
@@ -382,15 +382,15 @@ class FunctionLoss(Loss):
             else:
                 counted = batch.lengths > 0
             weights = xp.astype(counted, batch.mask.dtype)
-        for what, values in {"the loss": losses, **named}.items():
+        for label, values in {"the loss": losses, **statistics}.items():
             if tuple(getattr(values, "shape", ())) != tuple(weights.shape):
                 raise ConfigError(
-                    f"loss {self.name!r}: {what} has the shape "
+                    f"loss {self.name!r}: {label} has the shape "
                     f"{tuple(getattr(values, 'shape', ()))}; it must have one value per "
                     f"{self.per}, {tuple(weights.shape)} here (per={self.per!r})"
                 )
         return compute_masked_sum(losses, weights) / max(total[f"{self.per}s"], 1.0), {
-            name: masked_mean(values, weights) for name, values in named.items()
+            name: masked_mean(values, weights) for name, values in statistics.items()
         }
 
     def _find_argument(self, name: str, out: Mapping[str, Array], batch: RowBatch) -> Any:

@@ -35,16 +35,14 @@ from weft.registry import register_loss
 LEAST_LOGPROB = -1e4
 
 
-def compute_kl_divergence(
-    one: Float[Array, "N E"], other: Float[Array, "N E"]
-) -> Float[Array, "N"]:
-    """Return KL(one || other) of each row in nats, [N].
+def compute_kl_divergence(p: Float[Array, "N E"], q: Float[Array, "N E"]) -> Float[Array, "N"]:
+    """Return KL(p || q) of each row in nats, [N].
 
-    `one` and `other` are the log-probs of the same E events. An event is a single token id or "any
+    `p` and `q` are the log-probs of the same E events. An event is a single token id or "any
     other id".
     """
-    xp = array_api_compat.array_namespace(one, other)
-    return xp.sum(xp.exp(one) * (one - other), axis=-1)
+    xp = array_api_compat.array_namespace(p, q)
+    return xp.sum(xp.exp(p) * (p - q), axis=-1)
 
 
 def compute_generalised_jsd(
@@ -79,7 +77,7 @@ class GKDLoss(Loss):
     """Generalised JSD between teacher and student, averaged over trained tokens.
 
     At each position, both models' next-token distributions are reduced to K + 1 probabilities:
-    those of the teacher's K most likely ids, and the total probability of all other ids.
+    one for each of the teacher's K most likely ids, and the total probability of all other ids.
     `compute_generalised_jsd` computes the divergence. For tokens from the data, `sft_coef` * -log
     p(token) is added to the loss.
 
@@ -151,27 +149,27 @@ class GKDLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         xp = array_api_compat.array_namespace(out["given_logprobs"])
         student, teacher = (
-            xp.clip(each, LEAST_LOGPROB, None)
-            for each in (out["given_logprobs"], batch["teacher_logprobs"])
+            xp.clip(log_probs, LEAST_LOGPROB, None)
+            for log_probs in (out["given_logprobs"], batch["teacher_logprobs"])
         )
-        each = compute_generalised_jsd(student, teacher, self.divergence_beta)
+        losses = compute_generalised_jsd(student, teacher, self.divergence_beta)
         stats = self._compute_stats(fixed(student), teacher, batch)
         if self.sft_coef:
-            written = batch.mask
+            data_mask = batch.mask
             if "sampled" in batch:
-                written = written * (1.0 - batch.spread(batch["sampled"]))
-            stats["nll"] = masked_mean(-out["logprobs"], written)
-            each = each - self.sft_coef * xp.where(
-                written != 0, out["logprobs"], xp.zeros_like(each)
+                data_mask = data_mask * (1.0 - batch.spread(batch["sampled"]))
+            stats["nll"] = masked_mean(-out["logprobs"], data_mask)
+            losses = losses - self.sft_coef * xp.where(
+                data_mask != 0, out["logprobs"], xp.zeros_like(losses)
             )
-        return compute_masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
+        return compute_masked_sum(losses, batch.mask) / max(total["tokens"], 1.0), stats
 
     def _compute_stats(
         self, student: Float[Array, "N E"], teacher: Float[Array, "N E"], batch: RowBatch
     ) -> dict[str, Stat]:
         xp = array_api_compat.array_namespace(student, teacher)
         agrees = batch["completion"] == batch["given_ids"][:, 0]
-        each = {
+        row_values = {
             "kl_exact": compute_kl_divergence(student, teacher),
             "forward_kl": compute_kl_divergence(teacher, student),
             "entropy_bound": -xp.sum(xp.exp(student) * student, axis=-1),
@@ -179,7 +177,7 @@ class GKDLoss(Loss):
             "teacher_mass": 1.0 - xp.exp(teacher[:, -1]),
             "teacher_agreement": xp.astype(agrees, student.dtype),
         }
-        return {name: masked_mean(values, batch.mask) for name, values in each.items()}
+        return {name: masked_mean(values, batch.mask) for name, values in row_values.items()}
 
 
 @dataclass(frozen=True)

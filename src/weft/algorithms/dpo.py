@@ -93,7 +93,7 @@ class LabelledLoss(Loss):
     `kl_baseline` (z0, for KTO) or `reward_shift` (delta, for BCO). z0 and delta have one value for
     the whole batch, which is also logged under the name of the key.
 
-    In the names of the other metrics, "chosen" stands for desirable completions and "rejected" for
+    In the names of the other metrics, "chosen" means desirable completions and "rejected" means
     undesirable ones. The reward of a completion is beta times the sum of log pi - log ref over its
     trained tokens. `rewards/{chosen,rejected}` are mean rewards, `rewards/margins` is their
     difference, and `logps/{chosen,rejected}` are means of the summed log-probs.
@@ -125,20 +125,27 @@ class LabelledLoss(Loss):
         labels = batch["label"]
         baseline = batch[key]
         # Weights: 0 for completions without trained tokens.
-        taken = xp.astype(batch.lengths > 0, scores.dtype)
-        good = xp.astype(labels > 0.5, scores.dtype) * taken
-        weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
-        kto = self.loss_type == "kto"
-        each = (compute_kto_loss if kto else compute_bco_loss)(scores, labels, baseline, self.beta)
+        counted = xp.astype(batch.lengths > 0, scores.dtype)
+        desirable = xp.astype(labels > 0.5, scores.dtype) * counted
+        weights = self.desirable_weight * desirable + self.undesirable_weight * (
+            counted - desirable
+        )
+        is_kto = self.loss_type == "kto"
+        if is_kto:
+            losses = compute_kto_loss(scores, labels, baseline, self.beta)
+        else:
+            losses = compute_bco_loss(scores, labels, baseline, self.beta)
         # Metrics: implicit rewards, and the share on the correct side of the threshold.
-        threshold = self.beta * baseline if kto else baseline
+        threshold = self.beta * baseline if is_kto else baseline
         terms = self.beta * logps  # magnitude of the operands of `rewards`
         rewards = self.beta * fixed(scores)
-        right = xp.astype(is_above(rewards, threshold, terms), good.dtype) * good
-        right = right + xp.astype(is_above(threshold, rewards, terms), good.dtype) * (taken - good)
-        stats = _compute_label_stats(rewards, right, logps, good, taken - good)
-        stats[key] = Sum(xp.sum(baseline * taken), xp.sum(taken))
-        return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
+        correct = xp.astype(is_above(rewards, threshold, terms), desirable.dtype) * desirable
+        correct = correct + xp.astype(is_above(threshold, rewards, terms), desirable.dtype) * (
+            counted - desirable
+        )
+        stats = _compute_label_stats(rewards, correct, logps, desirable, counted - desirable)
+        stats[key] = Sum(xp.sum(baseline * counted), xp.sum(counted))
+        return xp.sum(losses * weights) / max(total["sequences"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics, with `rewards/margins` added if the minibatch has both labels.
@@ -152,15 +159,15 @@ class LabelledLoss(Loss):
 
 
 def _compute_label_stats(
-    rewards: Array, right: Array, logps: Array, good: Array, bad: Array
+    rewards: Array, correct: Array, logps: Array, desirable: Array, undesirable: Array
 ) -> dict[str, Stat]:
     xp = array_api_compat.array_namespace(rewards)
     return {
-        "rewards/chosen": Sum(xp.sum(rewards * good), xp.sum(good)),
-        "rewards/rejected": Sum(xp.sum(rewards * bad), xp.sum(bad)),
-        "rewards/accuracies": Sum(xp.sum(right), xp.sum(good + bad)),
-        "logps/chosen": Sum(xp.sum(logps * good), xp.sum(good)),
-        "logps/rejected": Sum(xp.sum(logps * bad), xp.sum(bad)),
+        "rewards/chosen": Sum(xp.sum(rewards * desirable), xp.sum(desirable)),
+        "rewards/rejected": Sum(xp.sum(rewards * undesirable), xp.sum(undesirable)),
+        "rewards/accuracies": Sum(xp.sum(correct), xp.sum(desirable + undesirable)),
+        "logps/chosen": Sum(xp.sum(logps * desirable), xp.sum(desirable)),
+        "logps/rejected": Sum(xp.sum(logps * undesirable), xp.sum(undesirable)),
     }
 
 
@@ -168,14 +175,14 @@ TRANSPORTED = ("aot", "aot_unpaired")
 
 
 def find_sorted_partners(
-    one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return, for each element of `one`, the element of `other` with the same rank, [P].
+    """Return, for each element of `values`, the element of `other` with the same rank, [P].
 
     Ties are ranked in their original order.
     """
-    partners = np.empty_like(one)
-    partners[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
+    partners = np.empty_like(values)
+    partners[np.argsort(values, kind="stable")] = np.sort(other, kind="stable")
     return partners
 
 
@@ -201,7 +208,8 @@ class TransportLoss(Loss):
     No gradient flows through `partner`.
 
     The loss reads the keys `rank`, `ref_logprobs`, `partner` and, if present, `comparison`.
-    `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
+    `label_smoothing` has the same meaning as in cDPO. The metrics are the same as for
+    `PairwiseLoss`.
     """
 
     loss_type: str
@@ -224,31 +232,31 @@ class TransportLoss(Loss):
         partner = batch["partner"]
         if self.loss_type == "aot":
             sums = compute_completion_scores(out["logprobs"], None, batch)[0]
-            each = self._compute_each(
+            losses = self._compute_losses(
                 xp.take(sums, better) - xp.take(sums, worse) - xp.take(partner, better)
             )
         else:
-            each = self._average_both_sides(
-                self._compute_each(xp.take(ratios, better) - xp.take(partner, better)),
-                self._compute_each(xp.take(partner, worse) - xp.take(ratios, worse)),
+            losses = self._average_both_sides(
+                self._compute_losses(xp.take(ratios, better) - xp.take(partner, better)),
+                self._compute_losses(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
         stats = compute_pair_stats(ratios, logps, (better, worse), self.beta, logps)
-        return xp.sum(each) / max(total["pairs"], 1.0), stats
+        return xp.sum(losses) / max(total["pairs"], 1.0), stats
 
-    def _compute_each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
+    def _compute_losses(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
         return compute_sigmoid_loss(delta, self.beta, self.label_smoothing)
 
     def _average_both_sides(
-        self, one: Float[Array, "P"], other: Float[Array, "P"]
+        self, better_loss: Float[Array, "P"], worse_loss: Float[Array, "P"]
     ) -> Float[Array, "P"]:
         """Return the mean of two losses, but with the gradient of their sum.
 
-        `one` is the loss of the better completions, and `other` that of the worse ones. Each is
-        computed over all comparisons, so the mean of both is reported. However, the gradient of
-        each flows only through the completions on its own side, so the gradients are added.
+        The arguments are the losses of the better and of the worse completions. Each is computed
+        over all comparisons, so the mean of both is reported. However, the gradient of each flows
+        only through the completions on its own side, so the gradients are added.
         """
-        whole = one + other
-        return whole - 0.5 * fixed(whole)
+        total = better_loss + worse_loss
+        return total - 0.5 * fixed(total)
 
 
 LOSS_TYPES = (*KINDS, *TRANSPORTED, *LABELLED)
@@ -365,7 +373,7 @@ class PairwiseLoss(Loss):
         scores = compute_divergence_score(sums, self.f_divergence, self.f_alpha)
         scores = scores if kind.score == "sum" else divide_by_tokens(scores, batch)
         better, worse = batch.pairs()
-        each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
+        losses = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         # Metrics: implicit rewards and summed log-probs.
         terms = metric_scores if kind.score == "free" else logps
         stats = compute_pair_stats(metric_scores, logps, (better, worse), self.beta, terms)
@@ -374,9 +382,9 @@ class PairwiseLoss(Loss):
             nll = -xp.take(
                 divide_by_tokens(compute_completion_scores(logprobs, None, batch)[0], batch), better
             )
-            each = each + self.rpo_alpha * nll
+            losses = losses + self.rpo_alpha * nll
             stats["nll"] = Sum(xp.sum(fixed(nll)), float(nll.shape[0]))
-        return xp.sum(each) / max(total["pairs"], 1.0), stats
+        return xp.sum(losses) / max(total["pairs"], 1.0), stats
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -421,19 +429,20 @@ def build_preference_loss(
     """
     if loss_type not in LOSS_TYPES:
         raise build_unknown_name_error("dpo.loss_type", loss_type, LOSS_TYPES)
-    read = list_options(loss_type)
+    accepted = list_options(loss_type)
     for name, value in options.items():
         if name not in DEFAULTS:
             raise build_unknown_name_error("option of dpo", name, DEFAULTS)
-        if name not in read and value != DEFAULTS[name]:
+        if name not in accepted and value != DEFAULTS[name]:
             raise ConfigError(
                 f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out"
             )
     # A value equal to the general default is replaced by the loss type's own default.
     chosen = {**DEFAULTS, **options}
-    for name, default in KINDS[loss_type].defaults.items() if loss_type in KINDS else ():
-        if name in read and chosen[name] == DEFAULTS[name]:
-            chosen[name] = default
+    if loss_type in KINDS:
+        for name, default in KINDS[loss_type].defaults.items():
+            if name in accepted and chosen[name] == DEFAULTS[name]:
+                chosen[name] = default
     beta = find_default_beta(loss_type) if beta is None else beta
     _check_values(beta, chosen)
     kind: type[PairwiseLoss | TransportLoss | LabelledLoss] = PairwiseLoss
@@ -441,8 +450,8 @@ def build_preference_loss(
         kind = LabelledLoss
     elif loss_type in TRANSPORTED:
         kind = TransportLoss
-    own = {spec.name: chosen[spec.name] for spec in fields(kind) if spec.name in chosen}
-    return kind(loss_type=loss_type, beta=beta, **own)
+    kind_options = {spec.name: chosen[spec.name] for spec in fields(kind) if spec.name in chosen}
+    return kind(loss_type=loss_type, beta=beta, **kind_options)
 
 
 def _check_values(beta: float, options: Mapping[str, Any]) -> None:

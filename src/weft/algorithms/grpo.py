@@ -138,9 +138,9 @@ class GRPOLoss(PolicyLoss):
     and `eps_clip_high` are None, `RANGES` gives defaults that depend on the surrogate and the
     importance level.
 
-    `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is that of the true KL) or
-    k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the DeepSeekMath paper, the
-    KL is not multiplied by the importance ratio, whereas TRL multiplies it by default.
+    `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is the gradient of the true
+    KL) or k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the DeepSeekMath
+    paper, the KL is not multiplied by the importance ratio, whereas TRL multiplies it by default.
 
     Batch keys:
 
@@ -246,18 +246,18 @@ class GRPOLoss(PolicyLoss):
         log_ratio = logprobs - find_old_logprobs(batch)
         if self.importance_level == "sequence":
             log_ratio = compute_sequence_log_ratio(log_ratio, batch)
-        each, clipped = self._compute_surrogate(logprobs, log_ratio, advantages)
-        each = self.weight(each, log_ratio, batch)
+        losses, clipped = self._compute_surrogate(logprobs, log_ratio, advantages)
+        losses = self.weight(losses, log_ratio, batch)
         stats = compute_policy_stats(out, batch, fixed(clipped))
-        stats["policy_loss"] = masked_mean(each, batch.mask)
+        stats["policy_loss"] = masked_mean(losses, batch.mask)
         # KL penalty and entropy bonus.
         if self.kl_coef:
-            each = each + self.kl_coef * estimate_kl(
+            losses = losses + self.kl_coef * estimate_kl(
                 logprobs, batch["ref_logprobs"], self.kl_estimator
             )
         if self.entropy_coef:
-            each = each - self.entropy_coef * out["entropy"]
-        return compute_masked_sum(each, self._compute_weights(batch, total)), stats
+            losses = losses - self.entropy_coef * out["entropy"]
+        return compute_masked_sum(losses, self._compute_weights(batch, total)), stats
 
     def _compute_surrogate(
         self,

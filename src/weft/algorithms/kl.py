@@ -39,8 +39,8 @@ def estimate_kl(
     r.
 
     As loss terms, the estimators behave differently: the gradient of k1 vanishes in expectation,
-    and the gradient of k2 is that of the true KL. k3 is the term that DeepSeekMath (2024, eq. 4)
-    and TRL add to the loss.
+    and the gradient of k2 is the gradient of the true KL. k3 is the term that DeepSeekMath (2024,
+    eq. 4) and TRL add to the loss.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -111,9 +111,8 @@ class AdaptiveKLController:
 
     def update(self, kl: float, num_sequences: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * min(
-            num_sequences / self.horizon, 1.0
-        )  # a batch beyond the horizon never flips the sign
+        # The share is at most 1, so a batch beyond the horizon never flips the sign.
+        self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -133,7 +132,7 @@ class ValueNormalizer:
               after t batches to correct its bias towards 0
         ma    mean of all returns seen so far
 
-    The averages of `exp` are those of PopArt (van Hasselt et al. 2016, section 2.1), but the
+    The averages of `exp` are the same as in PopArt (van Hasselt et al. 2016, section 2.1), but the
     critic's last layer is not rescaled. Before the first `update`, `normalize` and `denormalize`
     leave values unchanged.
     """

@@ -1,8 +1,8 @@
 """PPO: the clipped policy loss, which GRPO shares, and the clipped value loss.
 
 The source is Schulman et al. 2017. Tokens with a high covariance of log-prob and advantage can be
-clipped (Clip-Cov) or penalized (KL-Cov), and samples of other weights than the trained ones get
-weights that correct for the difference.
+clipped (Clip-Cov) or penalised (KL-Cov). Samples from other weights than the trained ones can be
+reweighted to correct for the difference.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def select_clip_cov_rows(
     candidates with the smallest numbers are removed.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
-    able = np.flatnonzero((covariance >= low) & (covariance <= high))
+    candidates = np.flatnonzero((covariance >= low) & (covariance <= high))
     count = max(int(share * np.isfinite(covariance).sum()), 1)
-    chosen[able[np.argsort(order[able], kind="stable")[:count]]] = True
+    chosen[candidates[np.argsort(order[candidates], kind="stable")[:count]]] = True
     return chosen
 
 
@@ -154,13 +154,13 @@ def compute_clipped_surrogate(
     plain = -ratio * advantages
     bounded = -xp.clip(ratio, 1.0 - clip.low, clip.upper) * advantages
     loss = xp.maximum(plain, bounded)
-    held = bounded > plain
+    is_clipped = bounded > plain
     if clip.dual is not None:
         bound = -clip.dual * advantages
         binds = (advantages < 0) & (loss > bound)
         loss = xp.where(binds, bound, loss)
-        held = held | binds
-    return loss, xp.astype(held, log_ratio.dtype)
+        is_clipped = is_clipped | binds
+    return loss, xp.astype(is_clipped, log_ratio.dtype)
 
 
 def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
@@ -197,28 +197,26 @@ def compute_policy_stats(
         kl                        estimator k3 of the KL to the reference; equal to `approx_kl` if
                                   the batch has no `ref_logprobs`
     """
-    now = fixed(out["logprobs"])
+    current = fixed(out["logprobs"])
     sampled = batch["logprobs"]
     mask = batch.mask
-    xp = array_api_compat.array_namespace(now)
-    gap = xp.where(mask != 0, now - find_old_logprobs(batch), xp.zeros_like(now))
+    xp = array_api_compat.array_namespace(current)
+    gap = xp.where(mask != 0, current - find_old_logprobs(batch), xp.zeros_like(current))
     ratio = exp_ratio(gap)
-    apart = xp.abs(xp.where(mask != 0, now - sampled, xp.zeros_like(now)))
+    sampler_gap = xp.abs(xp.where(mask != 0, current - sampled, xp.zeros_like(current)))
     stats: dict[str, Stat] = {
         "entropy": masked_mean(out["entropy"], mask),
         "clip_ratio": masked_mean(clipped, mask),
         "approx_kl": masked_mean(ratio - 1 - gap, mask),
         "importance_ratio": masked_mean(ratio, mask),
         "importance_ratio_max": Max(xp.max(xp.where(mask != 0, ratio, xp.zeros_like(ratio)))),
-        "sampler_logprob_diff": masked_mean(apart, mask),
-        "sampler_logprob_diff_max": Max(xp.max(apart)),
+        "sampler_logprob_diff": masked_mean(sampler_gap, mask),
+        "sampler_logprob_diff_max": Max(xp.max(sampler_gap)),
     }
-    held = "ref_logprobs" in batch
-    stats["kl"] = (
-        masked_mean(estimate_kl(now, batch["ref_logprobs"], "k3"), mask)
-        if held
-        else stats["approx_kl"]
-    )
+    if "ref_logprobs" in batch:
+        stats["kl"] = masked_mean(estimate_kl(current, batch["ref_logprobs"], "k3"), mask)
+    else:
+        stats["kl"] = stats["approx_kl"]
     return stats
 
 
@@ -264,25 +262,25 @@ class PolicyLoss(Loss):
         """Range to which importance ratios are clipped."""
 
     def weight(
-        self, each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch
+        self, losses: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch
     ) -> Float[Array, "N"]:
         """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
 
-        `each` is the policy loss of each token before these changes. First, the loss of
+        `losses` are the policy losses of the tokens before these changes. First, the loss of
         high-covariance tokens is changed (`select_clip_cov_rows`, `select_kl_cov_rows`). Then all
         losses are multiplied by the batch's `sampler_weights`, if present.
         """
-        xp = array_api_compat.array_namespace(each)
+        xp = array_api_compat.array_namespace(losses)
         if self.covariance != "none":
             chosen = batch["high_covariance"] != 0
             if self.covariance == "clip":
-                held = xp.zeros_like(each)
+                changed = xp.zeros_like(losses)
             else:
-                held = each + self.kl_cov_coef * xp.abs(log_ratio)
-            each = xp.where(chosen, held, each)
+                changed = losses + self.kl_cov_coef * xp.abs(log_ratio)
+            losses = xp.where(chosen, changed, losses)
         if "sampler_weights" in batch:
-            return each * batch["sampler_weights"]
-        return each
+            return losses * batch["sampler_weights"]
+        return losses
 
     def veto(self, stats: Mapping[str, float]) -> str | None:
         """Return the reason to skip the step if a bound on policy drift is exceeded, else None."""
@@ -336,13 +334,13 @@ class PPOActorLoss(PolicyLoss):
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         log_ratio = out["logprobs"] - find_old_logprobs(batch)
-        each, clipped = compute_clipped_surrogate(log_ratio, batch["advantages"], self.clip)
-        each = self.weight(each, log_ratio, batch)
+        losses, clipped = compute_clipped_surrogate(log_ratio, batch["advantages"], self.clip)
+        losses = self.weight(losses, log_ratio, batch)
         stats = compute_policy_stats(out, batch, fixed(clipped))
-        stats["policy_loss"] = masked_mean(each, batch.mask)
+        stats["policy_loss"] = masked_mean(losses, batch.mask)
         if self.entropy_coef:
-            each = each - self.entropy_coef * out["entropy"]
-        return compute_masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
+            losses = losses - self.entropy_coef * out["entropy"]
+        return compute_masked_sum(losses, batch.mask) / max(total["tokens"], 1.0), stats
 
 
 def compute_clipped_value_loss(
@@ -375,7 +373,7 @@ class PPOCriticLoss(Loss):
     The loss of each token is computed by `compute_clipped_value_loss`. The loss reads the keys
     `values`, which the critic predicted when the batch was generated, and `returns`.
 
-    The result is multiplied by `vf_coef`; no metric is. The metrics `value_loss`,
+    The loss is multiplied by `vf_coef`; the metrics are not. The metrics `value_loss`,
     `value_clip_ratio`, `value` and `return` are means over tokens.
     `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch, for predicted
     values V and returns R.
@@ -407,20 +405,20 @@ class PPOCriticLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         returns = batch["returns"]
         mask = batch.mask
-        each, clipped = compute_clipped_value_loss(
+        losses, clipped = compute_clipped_value_loss(
             out["values"], batch["values"], returns, self.value_eps_clip
         )
         xp = array_api_compat.array_namespace(returns)
-        now = fixed(out["values"])
+        current = fixed(out["values"])
         stats = {
-            "value_loss": masked_mean(each, mask),
+            "value_loss": masked_mean(losses, mask),
             "value_clip_ratio": masked_mean(clipped, mask),
-            "value": masked_mean(now, mask),
+            "value": masked_mean(current, mask),
             "return": masked_mean(returns, mask),
             "return_square": masked_mean(xp.square(returns), mask),
-            "error_square": masked_mean(xp.square(returns - now), mask),
+            "error_square": masked_mean(xp.square(returns - current), mask),
         }
-        return self.vf_coef * compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
+        return self.vf_coef * compute_masked_sum(losses, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, with `explained_variance` added.
@@ -473,8 +471,8 @@ def compute_sampler_weights(
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
     """Return each token's weight in the policy loss, and its importance ratio, [T] each.
 
-    `correction` is one of `CORRECTIONS` (see the module's docstring). If its name begins with
-    `sequence`, the ratio of a token is that of its whole completion. A truncating correction limits
+    `correction` is one of `CORRECTIONS`. If its name begins with `sequence`, the ratio of a token
+    is the ratio of its whole completion. A truncating correction limits
     the weight to at most `high` and ignores `low`. A masking correction sets the weight to 0 if the
     ratio is above `high`, or below `low` if `low` is not None.
 

@@ -107,9 +107,9 @@ def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]
     """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
     `delta` is the score of the better answer minus the score of the worse answer. Scores of `ipo`
-    are means over tokens: the authors confirmed to TRL that their own experiments used means. Those
-    of `ipo_sum` are sums, as in the equation and in EasyLM; the target gap then depends on the
-    length.
+    are means over tokens: the authors confirmed to TRL that their own experiments used means.
+    Scores of `ipo_sum` are sums, as in the equation and in EasyLM; the target gap then depends on
+    the length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
@@ -244,9 +244,9 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
     has little effect, because m is close to 0 for large exponents.
     """
     xp = array_api_compat.array_namespace(delta)
-    mixed = xp.exp(log_sigmoid(beta * delta / tau))
-    rest = xp.exp(log_sigmoid(-beta * delta / tau))
-    return rest * -log_sigmoid(beta * delta) + mixed * xp.exp(
+    weight = xp.exp(log_sigmoid(beta * delta / tau))
+    other_weight = xp.exp(log_sigmoid(-beta * delta / tau))
+    return other_weight * -log_sigmoid(beta * delta) + weight * xp.exp(
         xp.clip(-beta * delta, None, EXPONENT_BOUND)
     )
 
@@ -277,8 +277,8 @@ def _build_delta_kind(
     """Return the `PreferenceLossKind` of a loss that depends only on the difference of two scores.
 
     `loss` takes the better score minus the worse score, and the values of the options. `options`
-    are the names of the options that the loss reads besides beta. `score` is the kind of
-    score. Such a loss can be combined with every f-divergence.
+    are the names of the options that the loss reads besides beta. `score` is the kind of score.
+    Such a loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
@@ -343,9 +343,9 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
     This implements the setting "best_worst". The best completion has rank 0, and the worst one has
     rank 1. Both have comparison index 0, so that they form a pair. Every other completion has a
-    comparison index of its own, so it belongs to no pair. The margin is the reward of the best
-    completion minus that of the worst. If all rewards are equal, the margin and all ranks are 0,
-    and there is no pair.
+    comparison index that no other completion has, so it belongs to no pair. The margin is the
+    reward of the best completion minus the reward of the worst one. If all rewards are equal, the
+    margin and all ranks are 0, and there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -365,8 +365,8 @@ def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
     two completions, including those with equal rewards.
     """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
-    one, other = np.triu_indices(len(rewards), 1)
-    return rank, np.zeros_like(rank), np.abs(rewards[one] - rewards[other])
+    first, second = np.triu_indices(len(rewards), 1)
+    return rank, np.zeros_like(rank), np.abs(rewards[first] - rewards[second])
 
 
 # Tolerance of sums of log-probs, in units of the last place: layouts sum in different orders.
@@ -383,8 +383,10 @@ def compute_completion_scores(
     sum, which reduces rounding errors.
     """
     xp = array_api_compat.array_namespace(logprobs)
-    each = logprobs if reference is None else logprobs - reference
-    sums = batch.sum(xp.where(batch.mask != 0, each, xp.zeros_like(each)) * batch.mask)
+    token_scores = logprobs if reference is None else logprobs - reference
+    sums = batch.sum(
+        xp.where(batch.mask != 0, token_scores, xp.zeros_like(token_scores)) * batch.mask
+    )
     return sums, batch.sum(fixed(logprobs) * batch.mask)
 
 
@@ -394,17 +396,17 @@ def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "
     return sums / xp.clip(batch.lengths, 1.0, None)
 
 
-def is_above(one: Array, other: Array, terms: Array) -> Array:
-    """Return whether `one` exceeds `other` by more than rounding error, elementwise.
+def is_above(value: Array, other: Array, terms: Array) -> Array:
+    """Return whether `value` exceeds `other` by more than rounding error, elementwise.
 
-    The rounding error depends on the magnitude of the values from which `one` and `other` were
+    The rounding error depends on the magnitude of the values from which `value` and `other` were
     computed. `terms` has values of this magnitude. The tolerance is 8 eps |terms|, where eps is the
     machine epsilon of the dtype. It is needed at the first step, when the policy equals its
     reference: the difference of their log-probs is then only rounding error, and says nothing about
     which answer is preferred.
     """
-    xp = array_api_compat.array_namespace(one, other, terms)
-    return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
+    xp = array_api_compat.array_namespace(value, other, terms)
+    return value - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
 
 
 def compute_pair_stats(
@@ -421,13 +423,13 @@ def compute_pair_stats(
     xp = array_api_compat.array_namespace(scores)
     better, worse = (beta * fixed(xp.take(scores, side)) for side in pairs)
     sizes = [xp.abs(beta * fixed(xp.take(terms, side))) for side in pairs]
-    right = xp.astype(is_above(better, worse, sizes[0] + sizes[1]), better.dtype)
+    correct = xp.astype(is_above(better, worse, sizes[0] + sizes[1]), better.dtype)
     count = float(better.shape[0])
     return {
         "rewards/chosen": Sum(xp.sum(better), count),
         "rewards/rejected": Sum(xp.sum(worse), count),
         "rewards/margins": Sum(xp.sum(better - worse), count),
-        "rewards/accuracies": Sum(xp.sum(right), count),
+        "rewards/accuracies": Sum(xp.sum(correct), count),
         "logps/chosen": Sum(xp.sum(xp.take(logps, pairs[0])), count),
         "logps/rejected": Sum(xp.sum(xp.take(logps, pairs[1])), count),
     }

@@ -151,27 +151,27 @@ class RewardLoss(Loss):
             margin = xp.take(batch["margin"], better)
         else:
             margin = xp.zeros_like(high)
-        each = compute_pair_loss(high, low, margin)
+        losses = compute_pair_loss(high, low, margin)
         if self.score_l2:
-            each = each + self.score_l2 * (xp.square(high) + xp.square(low)) / 2
+            losses = losses + self.score_l2 * (xp.square(high) + xp.square(low)) / 2
         if self.center:
-            each = each + self.center * xp.square(high + low)
+            losses = losses + self.center * xp.square(high + low)
         shares = compute_pair_shares(xp.take(batch.group, better), scores.dtype)
         stats = _compute_stats(fixed(scores), fixed(high - low), shares)
         if self.loss_type == "classification":
-            return xp.sum(each) / max(total["pairs"], 1.0), stats
-        return xp.sum(each * shares) / max(total["groups"], 1.0), stats
+            return xp.sum(losses) / max(total["pairs"], 1.0), stats
+        return xp.sum(losses * shares) / max(total["groups"], 1.0), stats
 
 
 def _compute_stats(
     scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]
 ) -> Mapping[str, Stat]:
     xp = array_api_compat.array_namespace(scores)
-    right = xp.astype(gap > 0, scores.dtype)
-    wrong = xp.astype(gap < 0, scores.dtype)
+    correct = xp.astype(gap > 0, scores.dtype)
+    incorrect = xp.astype(gap < 0, scores.dtype)
     return {
-        "accuracy": Sum(xp.sum(right), float(gap.shape[0])),
+        "accuracy": Sum(xp.sum(correct), float(gap.shape[0])),
         "margin": Sum(xp.sum(gap), float(gap.shape[0])),
-        "kendalltau": Sum(xp.sum((right - wrong) * shares), xp.sum(shares)),
+        "kendalltau": Sum(xp.sum((correct - incorrect) * shares), xp.sum(shares)),
         "score": Sum(xp.sum(scores), float(scores.shape[0])),
     }

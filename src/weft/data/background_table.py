@@ -50,7 +50,7 @@ def pack_outcome(outcome: Outcome) -> Packed:
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.from_rows(
-        [str(index) for index in numbers], [each for _, _, each in samples], numbers, report
+        [str(index) for index in numbers], [sample for _, _, sample in samples], numbers, report
     ), problems
 
 
@@ -150,25 +150,24 @@ class BackgroundTokenTable:
         Most samples come from finished chunks. `extra` contains the samples that are not in a chunk
         yet. Their indices are `others`, in the same order.
         """
-        apart = {index: place for place, index in enumerate(others)}
+        extra_places = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for at, index in enumerate(indices):
-            chunk, place = (
-                (-1, apart[index])
-                if index in apart
-                else (int(self._chunk_of[index]), self._place_of[index])
-            )
-            wanted.setdefault(chunk, []).append((at, int(place)))
+        entries_by_chunk: dict[int, list[tuple[int, int]]] = {}
+        for position, index in enumerate(indices):
+            if index in extra_places:
+                chunk, place = -1, extra_places[index]
+            else:
+                chunk, place = int(self._chunk_of[index]), int(self._place_of[index])
+            entries_by_chunk.setdefault(chunk, []).append((position, place))
         parts = []
         order = list[int]()
-        for chunk, entries in wanted.items():
+        for chunk, entries in entries_by_chunk.items():
             sample = self._samples[chunk] if chunk >= 0 else extra
             assert sample is not None, "`extra` has the samples outside the chunks"
             part = sample.at([place for _, place in entries])
-            parts.append(replace(part, ids=tuple(str(at) for at, _ in entries)))
-            for at, _ in entries:
-                order.append(at)
+            parts.append(replace(part, ids=tuple(str(position) for position, _ in entries)))
+            for position, _ in entries:
+                order.append(position)
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def build_table(self) -> TokenTable:
@@ -327,7 +326,7 @@ class BackgroundTokenTable:
         """
         table, problems = packed
         if problems:
-            row_problems = [(rows[index], wrong, long) for index, wrong, long in problems]
+            row_problems = [(rows[index], message, long) for index, message, long in problems]
             self._fail(DataError(format_reports(self._places, row_problems)))
             return
         samples = np.searchsorted(self.rows, [rows[index] for index in table.rows.tolist()])
@@ -369,19 +368,21 @@ class BackgroundTokenTable:
     def _join(self) -> TokenTable:
         """Join all chunks into the table that `tokenize` would return for the same rows."""
         keys = self._samples[self._chunk_of[0]].keys
-        held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
+        nonempty = [number for number, sample in enumerate(self._samples) if sample.num_ids]
         starts = np.zeros(len(self._samples), dtype=np.int64)
-        starts[held] = np.cumsum([0, *(self._samples[number].num_ids for number in held[:-1])])
-        apart = []
-        for number in held:
-            apart.append(
+        starts[nonempty] = np.cumsum(
+            [0, *(self._samples[number].num_ids for number in nonempty[:-1])]
+        )
+        chunk_samples = []
+        for number in nonempty:
+            chunk_samples.append(
                 replace(
                     self._samples[number],
                     ids=tuple(f"{number}/{id}" for id in self._samples[number].ids),
                 )
             )
         order = starts[self._chunk_of] + self._place_of
-        sample = SequenceSample.gather(apart, keys).at(order.tolist())
+        sample = SequenceSample.gather(chunk_samples, keys).at(order.tolist())
         cuts = sorted(
             (cut for report in self._reports for cut in report.cut), key=lambda cut: cut.row
         )

@@ -54,7 +54,7 @@ from weft.errors import DataError
 # A row of each shape is tokenized before training. Above this number of shapes, further rows are
 # distinguished by their top-level columns only.
 MAX_SHAPES = 1000
-NUM_ADDED_TOKENS = 2  # maximum number of tokens added to those of a sample's text: BOS and EOS
+NUM_ADDED_TOKENS = 2  # maximum number of tokens added to a sample's text: BOS and EOS
 VALUE_KEYS = ("role", "from")  # keys whose texts are part of a row's shape
 
 
@@ -133,39 +133,39 @@ def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
     message tree, or if there are more than `2 * MAX_SHAPES` row shapes (see `_compute_shape`).
     """
     rows = _SourceRows()
-    known = dict[Any, int]()
+    number_of_shape = dict[Any, int]()
     limits = []
     for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len):
         if limit is not None:
             limits.append(limit)
     if job.lengths.overlong == "truncate":
-        most = None
+        max_tokens = None
     else:
-        most = min(limits, default=None)
+        max_tokens = min(limits, default=None)
     for number, (place, row) in enumerate(
         read_renamed_rows(source.path, source.split, source.columns)
     ):
         # Choose rows with a bad id, and rows that may be too long.
-        own: str | None = None
+        own_id: str | None = None
         if not isinstance(row, UnreadableRow):
             if is_tree(row):
                 return None
             try:
-                own = read_id(row, job.form.id_key)
+                own_id = read_id(row, job.form.id_key)
             except BadRow:
                 rows.eager_rows.add(number)
-            if most is not None and _can_exceed(job, row, most):
+            if max_tokens is not None and _can_exceed(job, row, max_tokens):
                 rows.eager_rows.add(number)
         # Choose the first row of each shape.
-        shape = _compute_shape(row, job.form.id_key, deep=len(known) < MAX_SHAPES)
-        if shape not in known:
-            if len(known) == 2 * MAX_SHAPES:
+        shape = _compute_shape(row, job.form.id_key, deep=len(number_of_shape) < MAX_SHAPES)
+        if shape not in number_of_shape:
+            if len(number_of_shape) == 2 * MAX_SHAPES:
                 return None
             rows.eager_rows.add(number)
-        rows.shapes.append(known.setdefault(shape, len(known)))
+        rows.shapes.append(number_of_shape.setdefault(shape, len(number_of_shape)))
         rows.places.append(str(place))
         rows.pickled.append(pickle.dumps(row))
-        rows.own_ids.append(own)
+        rows.own_ids.append(own_id)
     return rows
 
 
@@ -187,9 +187,9 @@ def _compute_kind(value: Any, key: str = "") -> Any:
             return value
         return str if value and not value.isspace() else ""
     if isinstance(value, dict):
-        return tuple([(name, _compute_kind(each, name)) for name, each in value.items()])
+        return tuple([(name, _compute_kind(item, name)) for name, item in value.items()])
     if isinstance(value, list):
-        return (list, *[_compute_kind(each) for each in value])
+        return (list, *[_compute_kind(item) for item in value])
     return type(value)
 
 
@@ -199,8 +199,8 @@ def _compute_top_level_kind(value: Any) -> Any:
     return (type(value), "empty")
 
 
-def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether a row may have more than `most` tokens.
+def _can_exceed(job: EncodingJob, row: Row, max_tokens: int) -> bool:
+    """Return whether a row may have more than `max_tokens` tokens.
 
     Also returns True for an invalid row, so that it is tokenized before training and reported
     early.
@@ -208,11 +208,11 @@ def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
-        if bound is None or bound + NUM_ADDED_TOKENS > most:
+        if bound is None or bound + NUM_ADDED_TOKENS > max_tokens:
             bound = len(job.tokenizer.encode(text))
     except (BadRow, DataError):
         return True
-    return bound + NUM_ADDED_TOKENS > most
+    return bound + NUM_ADDED_TOKENS > max_tokens
 
 
 def _build_background_table(
@@ -229,47 +229,48 @@ def _build_background_table(
     def encode(numbers: Sequence[int]) -> None:
         for chunk, outcome in _encode_eagerly(job, rows, numbers, source):
             outcomes.append((chunk, outcome))
-            for index, wrong, long in outcome[2]:
-                problems.append((chunk[index], wrong, long))
+            for index, message, long in outcome[2]:
+                problems.append((chunk[index], message, long))
 
     # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
-    tried = sorted(rows.eager_rows)
-    encode(tried)
-    bad = {rows.shapes[row] for row, _, long in problems if long is None}
-    if bad:
+    eager_rows = sorted(rows.eager_rows)
+    encode(eager_rows)
+    bad_shapes = {rows.shapes[row] for row, _, long in problems if long is None}
+    if bad_shapes:
         encode(
             [
                 row
                 for row, shape in enumerate(rows.shapes)
-                if shape in bad and row not in rows.eager_rows
+                if shape in bad_shapes and row not in rows.eager_rows
             ]
         )
     # Assign ids to the rows that are not left out.
     used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
-    left = []
+    kept_rows = []
     for row in range(len(rows.places)):
         if row in used or row not in rows.eager_rows:
-            left.append(row)
-    ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
-    if problems or taken:
-        raise DataError(format_reports(rows.places, [*problems, *taken]))
-    if not left:
+            kept_rows.append(row)
+    ids, duplicates = assign_ids([(row, rows.own_ids[row]) for row in kept_rows], rows.places)
+    if problems or duplicates:
+        raise DataError(format_reports(rows.places, [*problems, *duplicates]))
+    if not kept_rows:
         raise build_no_rows_error(source, len(rows.places))
     # Encode the first row of each shape: together they have all columns of metadata, so that all
     # batches get the same columns.
-    firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
-    encode(sorted(row for row in firsts if row not in used))
-    samples = sorted(
-        ((chunk[i], each) for chunk, outcome in outcomes for i, _, each in outcome[0]),
-        key=lambda s: s[0],
-    )
+    first_rows = {rows.shapes[row]: row for row in reversed(kept_rows)}.values()
+    encode(sorted(row for row in first_rows if row not in used))
+    samples = []
+    for chunk, outcome in outcomes:
+        for index, _, sample in outcome[0]:
+            samples.append((chunk[index], sample))
+    samples.sort(key=lambda entry: entry[0])
     columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
     table = BackgroundTokenTable(
         job,
         rows.places,
         rows.pickled,
         tuple(ids),
-        np.asarray(left, dtype=np.int32),
+        np.asarray(kept_rows, dtype=np.int32),
         columns,
         cache_file,
     )
@@ -285,12 +286,12 @@ def _encode_eagerly(
 
     `numbers` are the row numbers. Returns (row numbers, outcome) for each chunk of rows.
     """
-    chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
+    chunks = [list(numbers[start : start + CHUNK]) for start in range(0, len(numbers), CHUNK)]
     if len(numbers) <= MAX_SHAPES:
         return [(chunk, encode_rows(job, rows.build_chunk(chunk))) for chunk in chunks]
     workers = min(source.num_workers or cpu_count() or 1, len(chunks))
-    what = f"tokenizing {source.name or Path(source.path).name}, rows that may be too long"
-    with source.progress(what, len(numbers)) as advance:
+    label = f"tokenizing {source.name or Path(source.path).name}, rows that may be too long"
+    with source.progress(label, len(numbers)) as advance:
         outcomes = encode_in_processes(
             job, [rows.build_chunk(chunk) for chunk in chunks], workers, advance
         )

@@ -132,8 +132,8 @@ def _read_pair(name: str, row: Row) -> PromptReplies:
     replies = [row[key] for key in keys]
     if len(replies) < 2:
         raise BadRow("it has no two replies to compare")
-    if all(isinstance(each, str) for each in replies) and not all(
-        columns.HUMAN in each for each in replies
+    if all(isinstance(reply, str) for reply in replies) and not all(
+        columns.HUMAN in reply for reply in replies
     ):
         return _read_prompt(
             name,
@@ -242,8 +242,8 @@ def make_worse_reply(
     low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])
     if kind == OTHER_PROMPT:
-        taken = [each for each in others if each.id != row.id]
-        reply = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
+        other_rows = [other for other in others if other.id != row.id]
+        reply = other_rows[int(random.integers(len(other_rows)))].replies[0] if other_rows else ""
     else:
         if len(row.replies[0].split()) >= LEAST_WORDS:
             reply = DEGRADATIONS[kind](row.replies[0], random)

@@ -125,9 +125,9 @@ class SourceSubset:
     def take(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
         """Return the samples at `indices` of this subset as one `SequenceSample`.
 
-        If the samples differ between epochs, returns those of `epoch`.
+        If the samples differ between epochs, returns the samples of `epoch`.
         """
-        # A subclass of `TableDataset` may make other samples than those of the table.
+        # A subclass of `TableDataset` may make other samples than the table has.
         if (
             not isinstance(self.dataset, TableDataset)
             or type(self.dataset).__getitem__ is not TableDataset.__getitem__
@@ -296,9 +296,9 @@ class MapLoader:
         # Take the samples of each source, then restore the order of the batch.
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         picked = []
-        for part, at in zip(self._parts, places, strict=True):
-            if len(at):
-                picked.append(part.take(indices[at].tolist(), epoch))
+        for part, positions in zip(self._parts, places, strict=True):
+            if len(positions):
+                picked.append(part.take(indices[positions].tolist(), epoch))
         if len(picked) == 1:
             return picked[0]
         return SequenceSample.gather(picked).at(np.argsort(np.concatenate(places)).tolist())
@@ -344,8 +344,8 @@ class MapLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position that `state_dict` returned.
 
-        Raises `UserError` if the data, the batch size or the seed differ from those of the saved
-        position.
+        Raises `UserError` if the data, the batch size or the seed have changed since the position
+        was saved.
         """
         if state["data"] != self._compute_fingerprint():
             raise UserError(
@@ -375,26 +375,29 @@ class MapLoader:
 
     def _arrange_samples(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
         """Return (order of the samples, batch boundaries), given the token count of each sample."""
-        how = self._batching
+        batching = self._batching
         order = np.arange(len(costs), dtype=np.int64)
-        if how.by_length:  # stable sort: samples of equal length stay in random order
+        if batching.by_length:  # stable sort: samples of equal length stay in random order
             order = np.argsort(costs, kind="stable")
-        if not how.mixing:
-            return order, how.compute_bounds(costs[order])
+        if not batching.mixing:
+            return order, batching.compute_bounds(costs[order])
         mixed, starts = pair_short(
-            costs[order], how.mixing_below, how.mixing, make_generator(self._seed, "mixing", epoch)
+            costs[order],
+            batching.mixing_below,
+            batching.mixing,
+            make_generator(self._seed, "mixing", epoch),
         )
         units = np.ones(len(starts) - 1, dtype=np.int64)
-        return order[mixed], [int(starts[at]) for at in how.compute_bounds(units)]
+        return order[mixed], [int(starts[index]) for index in batching.compute_bounds(units)]
 
     def _compute_fingerprint(self) -> str:
         """Return a hash of all settings that determine the order of the sample ids."""
         shares = [asdict(share) for share in self._shares]
-        usual = asdict(BatchingOptions())
+        defaults = asdict(BatchingOptions())
         sizes = {}
-        for k, v in asdict(self._batching).items():
-            if k in SIZE_FIELDS or v != usual[k]:
-                sizes[k] = v
+        for name, value in asdict(self._batching).items():
+            if name in SIZE_FIELDS or value != defaults[name]:
+                sizes[name] = value
         text = json.dumps([shares, sizes, self._seed, self._shuffle], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -517,13 +520,13 @@ class StreamLoader:
         The first call iterates over the dataset to count them; later calls return the same result.
         """
         if self._first_epoch_counts is None:
-            ids = batches = most = 0
+            ids = batches = most_tokens = 0
             for batch in self._open_epoch(0):
                 ids = ids + batch.num_ids
                 batches = batches + 1
-                if (tokens := int(batch.token_costs().sum())) > most:
+                if (tokens := int(batch.token_costs().sum())) > most_tokens:
                     self._largest = batch
-                    most = tokens
+                    most_tokens = tokens
                 if batches == self._limit:
                     break
             self._first_epoch_counts = (ids, batches)

@@ -143,7 +143,7 @@ def mask_spans(
 
     `offsets` returns ids with the character range of each one, or None if the tokenizer cannot
     provide ranges. Without ranges, the text before each span boundary is tokenized separately, and
-    its ids are compared with those of the whole text. The boundary is placed at the first token
+    its ids are compared with the ids of the whole text. The boundary is placed at the first token
     that differs.
     """
     encoding = offsets(text)
@@ -151,7 +151,9 @@ def mask_spans(
         ids = encode(text)
         ranges = []
         for span in spans:
-            ranges.append(tuple(count_common_prefix(encode(text[:at]), ids) for at in span))
+            ranges.append(
+                tuple(count_common_prefix(encode(text[:position]), ids) for position in span)
+            )
         return ids, [any(a <= i < b for a, b in ranges) for i in range(len(ids))]
     ids, places = encoding
     mask = [False] * len(ids)
@@ -177,7 +179,7 @@ def insert_eos(
 
 def _skip_end_token(text: str, stop: int, end: str | None) -> int:
     """Return the position after the token `end` if it follows `stop` in the text, else `stop`."""
-    rest = text[stop:].lstrip()
-    if end and rest.startswith(end):
-        return len(text) - len(rest) + len(end)
+    following = text[stop:].lstrip()
+    if end and following.startswith(end):
+        return len(text) - len(following) + len(end)
     return stop

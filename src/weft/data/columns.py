@@ -31,13 +31,13 @@ HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 
 
-def find_shared_prompt(one: str, other: str) -> str:
+def find_shared_prompt(text: str, other: str) -> str:
     r"""Return the common prefix of two dialogues, up to and including its last `\n\nAssistant:`.
 
     Returns "" if the common prefix has no `\n\nAssistant:`.
     """
-    at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
-    return one[: at + len(ASSISTANT)] if at >= 0 else ""
+    position = text.rfind(ASSISTANT, 0, count_common_start(text, other))
+    return text[: position + len(ASSISTANT)] if position >= 0 else ""
 
 
 def find_assistant_spans(text: str) -> list[tuple[int, int]]:
@@ -46,18 +46,18 @@ def find_assistant_spans(text: str) -> list[tuple[int, int]]:
     If the text has no turns of either speaker, the only span is the whole text.
     """
     spans = []
-    at = text.find(ASSISTANT)
-    if at < 0:
+    mark = text.find(ASSISTANT)
+    if mark < 0:
         return [] if HUMAN in text else [(0, len(text))]
-    while at >= 0:
-        start = at + len(ASSISTANT)
+    while mark >= 0:
+        start = mark + len(ASSISTANT)
         human = text.find(HUMAN, start)
         stop = human if human >= 0 else len(text)
         following = text.find(ASSISTANT, start)
         if 0 <= following < stop:
             stop = following
         spans.append((start, stop))
-        at = following
+        mark = following
     return spans
 
 
@@ -69,14 +69,14 @@ def split_messages(text: str) -> list[dict[str, str]]:
     """
     marks = []
     for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant")):
-        for at in _find_marks(text, mark):
-            marks.append((at, role, mark))
+        for start in _find_marks(text, mark):
+            marks.append((start, role, mark))
     marks.sort()
     turns = [("system", text[: marks[0][0]] if marks else text)]
-    for (at, role, mark), (stop, _, _) in zip(
+    for (start, role, mark), (stop, _, _) in zip(
         marks, [*marks[1:], (len(text), "", "")], strict=True
     ):
-        turns.append((role, text[at + len(mark) : stop]))
+        turns.append((role, text[start + len(mark) : stop]))
     messages = []
     for role, content in turns[:-1]:
         if content.strip():
@@ -90,21 +90,21 @@ def split_messages(text: str) -> list[dict[str, str]]:
 def _find_marks(text: str, mark: str) -> list[int]:
     """Return the start positions of all occurrences of `mark` in a text."""
     positions = []
-    at = text.find(mark)
-    while at >= 0:
-        positions.append(at)
-        at = text.find(mark, at + 1)
+    position = text.find(mark)
+    while position >= 0:
+        positions.append(position)
+        position = text.find(mark, position + 1)
     return positions
 
 
-def count_shared_characters(one: str, other: str) -> int:
+def count_shared_characters(text: str, other: str) -> int:
     """Return the number of characters before the first word in which two texts differ.
 
     The last word of each text counts as different, so that a part of the text remains after the
     shared words. For example, the texts "a big dog" and "a big cat" share 6 characters.
     """
-    length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
-    while length > 0 and not one[length - 1].isspace():
+    length = min(count_common_start(text, other), len(text.rstrip()) - 1, len(other.rstrip()) - 1)
+    while length > 0 and not text[length - 1].isspace():
         length -= 1
     return max(length, 0)
 
@@ -238,8 +238,8 @@ def _read_question(row: Row, key: str) -> str:
     """
     prompt = read_text(row, key, may_be_empty=True)
     if key == "instruction" and row.get(INPUT) is not None:
-        more = read_text(row, INPUT, may_be_empty=True)
-        return f"{prompt}\n{more}" if more else prompt
+        appended = read_text(row, INPUT, may_be_empty=True)
+        return f"{prompt}\n{appended}" if appended else prompt
     return prompt
 
 
@@ -314,12 +314,14 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if name.endswith("_key") and value == "":
             raise ConfigError(f"dataset.args.{name}='': is empty; name a column, or leave it out")
-    own = []
+    named_by_args = []
     for name, value in args.items():
         if name.endswith("_key"):
-            own.append(str(value))
-    for name, column in columns.items() if type in NAMES else ():
-        known = (*NAMES[type], *ANYWHERE, *own)
+            named_by_args.append(str(value))
+    if type not in NAMES:
+        return
+    for name, column in columns.items():
+        known = (*NAMES[type], *ANYWHERE, *named_by_args)
         if name not in known:
             close = find_nearest(name, known)
             if column in known:
@@ -355,12 +357,12 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
     if one of the old names occurred in no row.
     """
     missing = dict(columns)
-    there = dict[str, None]()
+    existing = dict[str, None]()
     for place, row in rows:
         if isinstance(row, UnreadableRow) or not columns:
             yield place, row
             continue
-        there.update(dict.fromkeys(_iterate_paths(row)))
+        existing.update(dict.fromkeys(_iterate_paths(row)))
         renamed_values = {
             name: value
             for name, column in columns.items()
@@ -373,23 +375,23 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
             place,
             {**{key: value for key, value in row.items() if key not in used}, **renamed_values},
         )
-    if missing and there:
-        raise ConfigError(_describe_missing(missing, list(there), path))
+    if missing and existing:
+        raise ConfigError(_describe_missing(missing, list(existing), path))
 
 
-def _describe_missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
+def _describe_missing(missing: Mapping[str, str], existing: list[str], path: str | Path) -> str:
     """Format the error message for columns that are to be renamed but do not exist.
 
-    `missing` maps the new name of each of these columns to its old name. `there` lists the columns
-    that exist.
+    `missing` maps the new name of each of these columns to its old name. `existing` lists the
+    columns that exist.
     """
     name, column = next(iter(missing.items()))
-    close = find_nearest(column, there)
+    close = find_nearest(column, existing)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
-    more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
+    remainder = f" and {len(existing) - SHOWN} more" if len(existing) > SHOWN else ""
     return (
         f"dataset.columns: {name}: no row of {path} has the column {column!r}; {hint} columns are "
-        f"{', '.join(there[:SHOWN])}{more}"
+        f"{', '.join(existing[:SHOWN])}{remainder}"
     )
 
 

@@ -93,19 +93,19 @@ class SourceCount:
         return notes
 
     def _build_length_notes(self, limits: str) -> list[str]:
-        done = self.report
-        if done is None:
+        report = self.report
+        if report is None:
             return []
         parts = []
-        for count, what in (
-            (done.prompts_cut, "with the prompt cut"),
-            (done.answers_cut, "with the end of the answer cut"),
-            (done.dropped, "left out"),
+        for count, effect in (
+            (report.prompts_cut, "with the prompt cut"),
+            (report.answers_cut, "with the end of the answer cut"),
+            (report.dropped, "left out"),
         ):
             if count:
-                parts.append(f"{count:,} {what}")
+                parts.append(f"{count:,} {effect}")
         if parts:
-            return [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"]
+            return [f"{self.label}: of {report.rows:,} rows, {', '.join(parts)} ({limits})"]
         return []
 
 
@@ -146,9 +146,9 @@ def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
             counts_by_source[count.name] = count
             continue
         reports = []
-        for each in (before, count):
-            if each.report is not None:
-                reports.append(each.report)
+        for part in (before, count):
+            if part.report is not None:
+                reports.append(part.report)
         counts_by_source[count.name] = replace(
             before,
             train=before.train + count.train,

@@ -63,9 +63,9 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
 
 def check_type_options(spec: DatasetSpec, type: str) -> None:
     """Raise `ConfigError` for an option that the dataset type does not support."""
-    usual = DatasetSpec()
+    defaults = DatasetSpec()
     for name in ("label_masking", "random_window", "sample_mixing"):
-        if getattr(spec, name) != getattr(usual, name) and type not in SINGLE_ANSWER_TYPES:
+        if getattr(spec, name) != getattr(defaults, name) and type not in SINGLE_ANSWER_TYPES:
             raise ConfigError(
                 f"dataset.{name}={getattr(spec, name)!r}: for rows of one answer "
                 f"({', '.join(SINGLE_ANSWER_TYPES)}), not for {type}; "

@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int32]
 PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared}
 # Metadata of a batch that one pass scores and nothing else reads: prefixes may be shared across ids
 # (batches that are also trained on share the same ones in both passes), and the last token of a
-# sequence is only a label, so it needs no position of its own.
+# sequence is only a label, so it needs no position.
 SCORED_ONCE = "scored_once"
 
 
@@ -64,7 +64,7 @@ def split_groups(
     """Split groups into parts of consecutive completions with at most `max_tokens` tokens per part.
 
     A group is a prompt with several completions, stored under one id. Every part has the whole
-    prompt, which is counted once for each completion. `lengths` and `offsets` are those of a
+    prompt, which is counted once for each completion. `lengths` and `offsets` are fields of a
     `SequenceSample`. The new metadata record which group each part comes from.
 
     Under every key, an id must have either a single sequence or one sequence per completion;
@@ -132,20 +132,22 @@ def join_groups(
         _check_complete([parts[row] for row in group])
         shared = parts[group[0]]["shared"]
         for key, offset in offsets.items():
-            taken = group[:1] if key in shared else group
+            group_rows = group[:1] if key in shared else group
             chosen[key].append(
-                np.concatenate([np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in taken])
+                np.concatenate(
+                    [np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in group_rows]
+                )
             )
     return _build_rearrangement(tuple(rows_by_id), [group[0] for group in rows], chosen, {})
 
 
 def _check_complete(parts: Sequence[Mapping[str, Any]]) -> None:
-    at = 0
+    end = 0
     for part in parts:
-        if part["first"] != at:
+        if part["first"] != end:
             break
-        at = part["stop"]
-    if at != parts[0]["count"] or parts[-1]["stop"] != at:
+        end = part["stop"]
+    if end != parts[0]["count"] or parts[-1]["stop"] != end:
         spans = ", ".join(f"{part['first']}:{part['stop']}" for part in parts)
         raise DataError(
             f"id {parts[0]['id']!r} has {parts[0]['count']} completions, but its parts are {spans}"
@@ -173,7 +175,7 @@ def concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenate arrays after converting them to the library and device of the first one."""
     first = arrays[0]
     return array_api_compat.array_namespace(first).concat(
-        [convert_like(first, each) for each in arrays]
+        [convert_like(first, array) for array in arrays]
     )
 
 
@@ -223,10 +225,10 @@ def convert_like(like: Array, values: Any) -> Array:
     if array_api_compat.is_array_api_obj(values) and array_api_compat.array_namespace(values) is xp:
         return values
     if array_api_compat.is_array_api_obj(values):
-        held = values
+        source = values
     else:
-        held = np.asarray(values)
-    return xp.asarray(held, device=array_api_compat.device(like))
+        source = np.asarray(values)
+    return xp.asarray(source, device=array_api_compat.device(like))
 
 
 MAGIC = b"weft1\n"
@@ -298,19 +300,19 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
     if header["compression"] == "zlib":
         body = zlib.decompress(body)
     tensors = {}
-    at = 0
+    position = 0
     for name, dtype, shape in header["tensors"]:
         empty = torch.empty(shape, dtype=DTYPES[dtype])
         size = empty.numel() * empty.element_size()
-        if at + size > len(body):
+        if position + size > len(body):
             raise DataError(
                 f"the bytes end within key {name!r}: there are {len(body)} of at least "
-                f"{at + size} bytes"
+                f"{position + size} bytes"
             )
         if size:
-            empty = torch.frombuffer(bytearray(body[at : at + size]), dtype=DTYPES[dtype]).reshape(
-                shape
-            )
+            empty = torch.frombuffer(
+                bytearray(body[position : position + size]), dtype=DTYPES[dtype]
+            ).reshape(shape)
         tensors[name] = empty
-        at += size
+        position += size
     return tensors, header["values"]

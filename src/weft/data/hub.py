@@ -119,13 +119,12 @@ def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> Non
         info = api.dataset_info
     try:
         call_with_timeout(TIMEOUT_SECONDS, lambda: info(name, timeout=TIMEOUT_SECONDS))
-    except (
-        Exception
-    ) as failed:  # any error of the HTTP library: the hub did not confirm that it has `name`
-        what = f"{option}={typed!r}" if option else typed
+    # any error of the HTTP library: the hub did not confirm that it has `name`
+    except Exception as failed:
+        label = f"{option}={typed!r}" if option else typed
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
-            f"{what}: there is no such {lacks}, and "
+            f"{label}: there is no such {lacks}, and "
             f"{_explain_failure(failed, kind)}{'; ' if hint else ''}{hint}"
         ) from failed
 

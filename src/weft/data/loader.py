@@ -156,12 +156,12 @@ def load_data(
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, named_notes = reader.prepare_named(assign_unique_names(resolve_sources(spec)))
     built = [reader.read_source(source, name, several=len(named) > 1) for source, name in named]
-    valid = {one.valid.name: one.valid for one in built if one.valid is not None}
-    drawn = count_per_epoch([one.share for one in built])
+    valid = {data.valid.name: data.valid for data in built if data.valid is not None}
+    drawn = count_per_epoch([data.share for data in built])
     counts = [
         replace(count, per_epoch=n if count.train else 0)
-        for one, n in zip(built, drawn, strict=True)
-        for count in one.counts
+        for data, n in zip(built, drawn, strict=True)
+        for count in data.counts
     ]
     if spec.valid_path is not None:
         part, count = reader.read_validation(
@@ -175,7 +175,7 @@ def load_data(
         *named_notes,
         *(note for count in counts for note in count.build_notes(reader.describe_limits(count))),
     ]
-    parts = tuple(one.train for one in built if isinstance(one.train, SourceSubset))
+    parts = tuple(data.train for data in built if isinstance(data.train, SourceSubset))
     read = [*parts, *valid.values()]
     longest = [
         part.dataset.table.compute_max_seqlen()
@@ -207,17 +207,17 @@ def _count_processes(num_workers: int | None, tables: int) -> int:
 
 def _build_loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> BatchLoader:
     streams = []
-    for one in built:
-        if not isinstance(one.train, SourceSubset):
-            streams.append(one)
+    for data in built:
+        if not isinstance(data.train, SourceSubset):
+            streams.append(data)
     if not streams:
         parts = []
-        for one in built:
-            if isinstance(one.train, SourceSubset):
-                parts.append(one.train)
+        for data in built:
+            if isinstance(data.train, SourceSubset):
+                parts.append(data.train)
         return MapLoader(
             parts,
-            [one.share for one in built],
+            [data.share for data in built],
             _build_batching(spec),
             seed=seed,
             shuffle=spec.shuffle,
@@ -263,7 +263,7 @@ class SourceReader:
 
     @property
     def validation_reader(self) -> SourceReader:
-        """Reader of validation rows, whose length limit can differ from that of training rows."""
+        """Reader of validation rows, which can have another length limit than training rows."""
         limit = self.spec.valid_max_seqlen
         if limit is None:
             return self
@@ -274,11 +274,14 @@ class SourceReader:
 
         `count` shows whether the source has only validation samples, whose limit can be different.
         """
-        spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
+        spec = self.spec
+        name = "max_seqlen"
+        limit: int | None = spec.limit
+        if spec.valid_max_seqlen is not None and not count.train:
+            name = "valid_max_seqlen"
+            limit = spec.valid_max_seqlen
         sizes = {
-            "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
-            if own
-            else spec.limit,
+            name: limit,
             "max_prompt_len": spec.max_prompt_len,
             "overlong": self.overlong or "truncate",
         }
@@ -374,19 +377,20 @@ class SourceReader:
         for both purposes, even if the two limits drop different rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
-        own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
-        if own:
+        has_own_limit = share > 0 and self.validation_reader.spec.limit != self.spec.limit
+        if has_own_limit:
             _, evaluated = self.validation_reader._build(source)
         assert isinstance(evaluated, MapDataset), "built as `dataset` was"
-        held = hold_out(
-            [*_list_hold_out_keys(dataset), *(_list_hold_out_keys(evaluated) if own else [])], share
-        )
-        of_valid = held[len(dataset) :] if own else held
+        keys = list(_list_hold_out_keys(dataset))
+        if has_own_limit:
+            keys += _list_hold_out_keys(evaluated)
+        is_held_out = hold_out(keys, share)
+        of_valid = is_held_out[len(dataset) :] if has_own_limit else is_held_out
         if of_valid.any():
             valid = SourceSubset(name, evaluated, np.flatnonzero(of_valid))
         else:
             valid = None
-        return SourceSubset(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
+        return SourceSubset(name, dataset, np.flatnonzero(~is_held_out[: len(dataset)])), valid
 
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
         """Return all samples of a validation file, and their count.
@@ -425,20 +429,24 @@ class SourceReader:
             "truncate_side": spec.truncate_side,
         }
         signature = inspect.signature(make)
-        takes = signature.parameters
-        if source.path and "path" not in takes:
+        parameters = signature.parameters
+        if source.path and "path" not in parameters:
             raise ConfigError(
                 f"dataset type {type!r} takes no path, so {source.path} cannot be given to it; "
                 f"its constructor is "
                 f"{make.__name__}{signature}; use dataset.args"
             )
-        open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {}
-        for n, v in offered.items():
-            if (n in takes or open_ended) and not (v is None and n in OMITTED_IF_UNSET):
-                given[n] = v
+        open_ended = "path" in parameters and any(
+            p.kind is p.VAR_KEYWORD for p in parameters.values()
+        )
+        passed = {}
+        for option, value in offered.items():
+            if (option in parameters or open_ended) and not (
+                value is None and option in OMITTED_IF_UNSET
+            ):
+                passed[option] = value
         # Check the arguments, build the dataset, and check its interface.
-        arguments = {**given, **source.args}
+        arguments = {**passed, **source.args}
         try:
             signature.bind(util=self.util, **arguments)
         except TypeError as error:
@@ -480,18 +488,23 @@ def _find_table(
     return (table.report, None)
 
 
-def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return the dataset type of a source: `usual`, or a type for trees if the file contains trees.
+def detect_type(source: SourceSpec, default_type: str) -> str:
+    """Return the dataset type of a source.
 
-    A file with Open-Assistant's message trees needs a type that can read them (see `TREE_TYPES`).
-    Only the first row of the file is read.
+    This is `default_type`, or a type for trees if the file contains trees. A file with
+    Open-Assistant's message trees needs a type that can read them (see `TREE_TYPES`). Only the
+    first row of the file is read.
     """
-    if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
-        return usual
+    if (
+        default_type not in TREE_TYPES
+        or not source.path
+        or not Path(source.path).expanduser().exists()
+    ):
+        return default_type
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
     if not isinstance(row, UnreadableRow) and is_tree(row):
-        return TREE_TYPES[usual]
-    return usual
+        return TREE_TYPES[default_type]
+    return default_type
 
 
 def resolve_sources(spec: DatasetSpec) -> list[SourceSpec]:

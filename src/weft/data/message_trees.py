@@ -181,99 +181,101 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
     return flatten_node(tree["prompt"], None)
 
 
-def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
+def prune(tree: Row, tree_filter: TreeFilter) -> Tree | None:
     """Return the tree without rejected messages and without the replies below them.
 
-    The filter `wanted` decides which messages are rejected. Returns None if the tree or its first
-    message is rejected.
+    The filter `tree_filter` decides which messages are rejected. Returns None if the tree or its
+    first message is rejected.
     """
 
     def prune_node(node: Node) -> dict[str, Any]:
         replies = []
         for reply in node.get("replies") or ():
-            if wanted.accepts_message(reply):
+            if tree_filter.accepts_message(reply):
                 replies.append(reply)
         return {
             **node,
             "replies": [
-                prune_node(reply) for reply in replies if wanted.accepts_rank(reply, len(replies))
+                prune_node(reply)
+                for reply in replies
+                if tree_filter.accepts_rank(reply, len(replies))
             ],
         }
 
-    if not wanted.accepts_tree(tree) or not wanted.accepts_message(tree["prompt"]):
+    if not tree_filter.accepts_tree(tree) or not tree_filter.accepts_message(tree["prompt"]):
         return None
     return {**tree, "prompt": prune_node(tree["prompt"])}
 
 
-def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
+def iterate_threads(tree: Row, tree_filter: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the threads of a tree: paths from the root that end with an assistant message.
 
     A path ends at a message that has no accepted replies. If that is a user message, it is removed.
     To avoid duplicates, the shortened path is yielded only if the removed message is the first
     accepted reply to its parent.
     """
-    for path in _iterate_paths(tree, wanted):
-        replies = _filter_replies(path[-1], wanted)
+    for path in _iterate_paths(tree, tree_filter):
+        replies = _filter_replies(path[-1], tree_filter)
         if replies or len(path) < 2:
             continue
         if path[-1]["role"] == "assistant":
             yield path
         elif (
-            _filter_replies(path[-2], wanted)[0]["message_id"] == path[-1]["message_id"]
+            _filter_replies(path[-2], tree_filter)[0]["message_id"] == path[-1]["message_id"]
             and len(path) > 2
         ):
             yield path[:-1]
 
 
-def iterate_rankings(tree: Row, wanted: TreeFilter) -> Iterator[tuple[list[Node], list[Node]]]:
+def iterate_rankings(tree: Row, tree_filter: TreeFilter) -> Iterator[tuple[list[Node], list[Node]]]:
     """Yield (path, ranked replies) for each user message with at least two ranked replies.
 
     The path leads from the root to the user message, and the replies are sorted best first.
     """
-    for path in _iterate_paths(tree, wanted):
+    for path in _iterate_paths(tree, tree_filter):
         ranked = [
             reply
-            for reply in _filter_replies(path[-1], wanted, all=True)
+            for reply in _filter_replies(path[-1], tree_filter, all=True)
             if reply.get("rank") is not None
         ]
         if path[-1]["role"] == "prompter" and len(ranked) > 1:
             yield path, sorted(ranked, key=lambda reply: int(reply["rank"]))
 
 
-def iterate_prompts(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each user message that the filter `wanted` accepts.
+def iterate_prompts(tree: Row, tree_filter: TreeFilter) -> Iterator[list[Node]]:
+    """Iterate over the paths from the root to each user message that `tree_filter` accepts.
 
     A path is left out if any of its messages is rejected.
     """
-    return (path for path in _iterate_paths(tree, wanted) if path[-1]["role"] == "prompter")
+    return (path for path in _iterate_paths(tree, tree_filter) if path[-1]["role"] == "prompter")
 
 
-def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
+def _iterate_paths(tree: Row, tree_filter: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to each accepted message, depth first."""
-    if not wanted.accepts_tree(tree) or not wanted.accepts_message(tree["prompt"]):
+    if not tree_filter.accepts_tree(tree) or not tree_filter.accepts_message(tree["prompt"]):
         return
     stack: list[list[Node]] = [[tree["prompt"]]]
     while stack:
         path = stack.pop()
         yield path
-        for reply in reversed(_filter_replies(path[-1], wanted)):
+        for reply in reversed(_filter_replies(path[-1], tree_filter)):
             stack.append([*path, reply])
 
 
-def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
-    """Return a message's replies, without those that `wanted` rejects.
+def _filter_replies(node: Node, tree_filter: TreeFilter, *, all: bool = False) -> list[Node]:
+    """Return a message's replies, without those that `tree_filter` rejects.
 
     If `all` is set, the condition `top_k` is not applied.
     """
     replies = []
     for reply in node.get("replies") or ():
-        if wanted.accepts_message(reply):
+        if tree_filter.accepts_message(reply):
             replies.append(reply)
     if all:
         return replies
     result: list[Node] = []
     for reply in replies:
-        if wanted.accepts_rank(reply, len(replies)):
+        if tree_filter.accepts_rank(reply, len(replies)):
             result.append(reply)
     return result
 
@@ -284,9 +286,9 @@ def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"
         values = {"lang": node.get("lang"), **{name: read_label(node, name) for name in LABELS}}
-        known = {}
+        present = {}
         for name, value in values.items():
             if value is not None:
-                known[name] = value
-        messages.append({"role": role, "content": node["text"], **known})
+                present[name] = value
+        messages.append({"role": role, "content": node["text"], **present})
     return messages

@@ -152,8 +152,8 @@ def _normalize_message(message: Any, number: int) -> Message:
             _parse_json(message["function_call"], f"message {number}: function_call")
         )
         functions = []
-        for given in (calls, called):
-            functions.append([_normalize_call(call, number)["function"] for call in given])
+        for listed in (calls, called):
+            functions.append([_normalize_call(call, number)["function"] for call in listed])
         if calls and functions[0] != functions[1]:
             raise DataError(
                 f"message {number}: tool_calls and function_call hold different calls; keep one "
@@ -169,8 +169,8 @@ def _normalize_message(message: Any, number: int) -> Message:
         if message.get(key) not in (None, ""):
             thoughts[key] = message[key]
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content, reasoning, more = _split_parts(content, number)
-        calls += more
+        content, reasoning, content_calls = _split_parts(content, number)
+        calls += content_calls
         if reasoning:
             thoughts["content"] = reasoning
     if content is not None and not isinstance(content, str):
@@ -215,11 +215,11 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     by its `number` if an assistant message has such a weight, or has keys that contradict each
     other.
     """
-    given = {}
+    weights = {}
     for key in WEIGHTS:
         if message.get(key) is not None:
-            given[key] = message[key]
-    switches = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
+            weights[key] = message[key]
+    switches = {key: SWITCHES.get(str(value).strip().lower()) for key, value in weights.items()}
     if role != "assistant":
         unread = _unread.get()
         if unread is not None:
@@ -230,26 +230,26 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     for key, on in switches.items():
         if on is None:
             raise DataError(
-                f"message {number}: {key}={shorten(repr(given[key]))}: weft trains a turn of "
+                f"message {number}: {key}={shorten(repr(weights[key]))}: weft trains a turn of "
                 f"the assistant whole or not at "
                 f"all; write 1 (true) or 0 (false)"
             )
     if len(set(switches.values())) > 1:
-        listed = " and ".join(f"{key}={given[key]!r}" for key in given)
+        listed = " and ".join(f"{key}={weights[key]!r}" for key in weights)
         raise DataError(f"message {number}: {listed} contradict each other; keep one of them")
     return False not in switches.values()
 
 
-def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
+def _note_unread(message: Mapping[Any, Any], read: frozenset[str], prefix: str) -> None:
     """Record the non-empty keys of a message that are not in `read`.
 
-    They are added, with the prefix `where`, to the set of the active `track_unread_keys` context.
+    They are added, preceded by `prefix`, to the set of the active `track_unread_keys` context.
     Without such a context, nothing is recorded.
     """
     unread = _unread.get()
     if unread is not None:
-        held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
-        unread.update(f"{where}{key}" for key in held if key not in read)
+        nonempty = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
+        unread.update(f"{prefix}{key}" for key in nonempty if key not in read)
 
 
 def _find_first(message: Mapping[Any, Any], *keys: str) -> Any:
@@ -319,13 +319,13 @@ def _normalize_call(call: Any, number: int) -> dict[str, Any]:
     }
 
 
-def _parse_json(text: Any, what: str) -> Any:
+def _parse_json(text: Any, label: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{what} is not JSON ({error})") from error
+        raise DataError(f"{label} is not JSON ({error})") from error
 
 
 FRACTION_FACTS = ("quality", "humor", "creativity")  # labels with a value from 0 to 1

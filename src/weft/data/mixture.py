@@ -116,7 +116,7 @@ def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
     `share` is the fraction of the distinct keys to hold out. At least one key is held out, but
     never all. Nothing is held out if `share` is 0 or there are fewer than two distinct keys. The
     choice depends only on hashes of the keys, so it is the same in every run. Samples with the same
-    key (such as those of one tree) stay together.
+    key (such as the samples of one tree) stay together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()
@@ -124,8 +124,8 @@ def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
     if share <= 0 or len(different) < 2:
         return np.zeros(len(keys), dtype=np.bool_)
     count = min(max(1, round(len(different) * share)), len(different) - 1)
-    held = set(different[:count])
-    return np.asarray([key in held for key in keys], dtype=np.bool_)
+    chosen = set(different[:count])
+    return np.asarray([key in chosen for key in keys], dtype=np.bool_)
 
 
 def pair_short(

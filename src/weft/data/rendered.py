@@ -139,7 +139,7 @@ def find_lost_fields(
 
 
 def _list_calls(marks: Mapping[str, str]) -> list[str]:
-    """Return the paths in `marks` that stand for whole tool calls, such as `tool_calls[0]`.
+    """Return the paths in `marks` that refer to whole tool calls, such as `tool_calls[0]`.
 
     Paths of single arguments are left out.
     """
@@ -232,14 +232,14 @@ def build_not_rendered_error(
     `name` is the name of the tokenizer. If only a part of a field is missing, `part` is the missing
     text.
     """
-    what = " and ".join(fields)
-    out = what if message["role"] == "assistant" else "the message"
+    field_list = " and ".join(fields)
+    removed = field_list if message["role"] == "assistant" else "the message"
     missing = f" as it is ({part!r} is missing)" if part else ""
     return DataError(
         f"message {index + 1}: the chat template of {name} does not render the "
-        f"{message['role']}'s {what}{missing}, so the "
+        f"{message['role']}'s {field_list}{missing}, so the "
         f"model would not see that; set tokenizer.chat_template to a template that does, or take "
-        f"{out} out of the row"
+        f"{removed} out of the row"
     )
 
 
@@ -249,14 +249,14 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
     Tool calls are essential, and so is the content if there are no tool calls. Also returns True if
     `fields` include everything that the turn contains.
     """
-    held = set()
+    present = set()
     for key in ("content", "tool_calls", REASONING):
         if message.get(key):
-            held.add(key)
+            present.add(key)
     return (
         "tool_calls" in fields
-        or held <= fields
-        or ("content" in fields and "tool_calls" not in held)
+        or present <= fields
+        or ("content" in fields and "tool_calls" not in present)
     )
 
 

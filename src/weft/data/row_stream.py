@@ -68,18 +68,20 @@ class RowStream:
         """
         begin = self.position
         while True:
-            at = self.position
-            line, length = self._read_line(at)
+            position = self.position
+            line, length = self._read_line(position)
             if length == 0:
-                following = StreamPosition(at.file + 1, rounds=at.rounds)
+                following = StreamPosition(position.file + 1, rounds=position.rounds)
                 if following.file == len(self._names):
-                    following = StreamPosition(rounds=at.rounds + 1)
+                    following = StreamPosition(rounds=position.rounds + 1)
                 self.position = following
-                if at.rounds > begin.rounds and at.file >= begin.file:
+                if position.rounds > begin.rounds and position.file >= begin.file:
                     raise DataError(f"{self.path}: the files have no rows")
                 continue
-            self.position = StreamPosition(at.file, at.offset + length, at.line + 1, at.rounds)
-            place = f"{self._get_label(at.file)}:{at.line + 1}"
+            self.position = StreamPosition(
+                position.file, position.offset + length, position.line + 1, position.rounds
+            )
+            place = f"{self._get_label(position.file)}:{position.line + 1}"
             try:
                 text = line.decode().strip().lstrip("\ufeff")
             except UnicodeDecodeError as error:
@@ -89,52 +91,60 @@ class RowStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with a hash of the bytes before it, as JSON values."""
-        at = self.position
-        values = {"file": at.file, "offset": at.offset, "line": at.line, "rounds": at.rounds}
-        return {**values, "files": len(self._names), "before": self._hash_before(at)}
+        position = self.position
+        values = {
+            "file": position.file,
+            "offset": position.offset,
+            "line": position.line,
+            "rounds": position.rounds,
+        }
+        return {**values, "files": len(self._names), "before": self._hash_before(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position that `state_dict` returned.
 
-        Raises `DataError` if the files differ from those that the position is of.
+        Raises `DataError` if the files have changed since the position was saved.
         """
-        at = StreamPosition(state["file"], state["offset"], state["line"], state["rounds"])
-        if len(self._names) != state["files"] or self._hash_before(at) != state["before"]:
+        position = StreamPosition(state["file"], state["offset"], state["line"], state["rounds"])
+        if len(self._names) != state["files"] or self._hash_before(position) != state["before"]:
             raise DataError(
                 f"{self.path}: has changed since the recovery point was written; restore the data, "
                 f"or start another run"
             )
-        self.position = at
+        self.position = position
         self._block = b""
 
     # -- files
 
-    def _read_line(self, at: StreamPosition) -> tuple[bytes, int]:
+    def _read_line(self, position: StreamPosition) -> tuple[bytes, int]:
         """Return the line at a position, and its number of bytes, which is 0 at the end of a file."""
         file, start = self._block_at
-        skipped = at.offset - start
-        held = b""
-        if file == at.file and 0 <= skipped <= len(self._block):
-            held = self._block[skipped:]
+        skipped = position.offset - start
+        read = b""
+        if file == position.file and 0 <= skipped <= len(self._block):
+            read = self._block[skipped:]
         searched = 0
-        while (end := held.find(b"\n", searched)) < 0:
-            searched = len(held)
-            block = self._read(at.file, at.offset + len(held), BLOCK_BYTES)
-            held += block
+        while (end := read.find(b"\n", searched)) < 0:
+            searched = len(read)
+            block = self._read(position.file, position.offset + len(read), BLOCK_BYTES)
+            read += block
             if not block:
-                end = len(held) - 1
+                end = len(read) - 1
                 break
-            if len(held) > LONGEST_BYTES:
+            if len(read) > LONGEST_BYTES:
                 raise DataError(
-                    f"{self._get_label(at.file)}:{at.line + 1}: has more than {LONGEST_BYTES:,} bytes"
+                    f"{self._get_label(position.file)}:{position.line + 1}: has more than "
+                    f"{LONGEST_BYTES:,} bytes"
                 )
-        self._block = held
-        self._block_at = (at.file, at.offset)
-        return held[: end + 1], end + 1
+        self._block = read
+        self._block_at = (position.file, position.offset)
+        return read[: end + 1], end + 1
 
-    def _hash_before(self, at: StreamPosition) -> str:
-        start = max(0, at.offset - CHECKED_BYTES)
-        before = self._read(at.file, start, at.offset - start) if at.offset else b""
+    def _hash_before(self, position: StreamPosition) -> str:
+        start = max(0, position.offset - CHECKED_BYTES)
+        before = (
+            self._read(position.file, start, position.offset - start) if position.offset else b""
+        )
         return hashlib.blake2b(before, digest_size=16).hexdigest()
 
     def _read(self, file: int, start: int, count: int) -> bytes:

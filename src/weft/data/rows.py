@@ -121,13 +121,13 @@ def require_key(row: Row, keys: Sequence[str], form: str) -> str:
     if is_tree_message(row):
         raise BadRow(f"is {SINGLE_MESSAGE_HINT}")
     close = find_nearest(keys[0], row)
-    like = TREE_TYPES.get(form) if is_tree(row) else guess_type(row)
+    guessed_type = TREE_TYPES.get(form) if is_tree(row) else guess_type(row)
     if close:
         hint = f"did you mean {close[0]!r}?"
     else:
         hint = f"it has: {', '.join(map(repr, row)) or 'none'}"
-    if like and like != form:
-        other = f"; such rows are of dataset.type={like}"
+    if guessed_type and guessed_type != form:
+        other = f"; such rows are of dataset.type={guessed_type}"
     else:
         other = ""
     raise BadRow(f"lacks the key {keys[0]!r} ({hint}{other})")

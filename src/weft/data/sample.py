@@ -3,7 +3,7 @@
 All data that pass between the nodes of the dataflow graph (generation, rewards, training, ...) are
 samples. Samples are immutable.
 
-Each id stands for a group: one `prompt` and K >= 1 completions of it. The key `prompt` has one
+Each id denotes a group: one `prompt` and K >= 1 completions of it. The key `prompt` has one
 sequence per id, and the key `completion` has K. Any other key, such as `loss_mask`, has either K
 sequences per id (one for each completion) or one. The sequences of a key are concatenated in one
 array, either a numpy array or a torch tensor. Operations on samples preserve the array type.
@@ -194,12 +194,12 @@ class SequenceSample:
         offsets = {}
         for k in names:
             offsets[k] = _compute_offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples]))
-        held = []
+        stored = []
         for k in names:
             if any(k in s.data for s in samples):
-                held.append(k)
+                stored.append(k)
         data = {}
-        for k in held:
+        for k in stored:
             data[k] = groups.concatenate([_get_known(s, k, s.data) for s in samples])
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
         metadata = {}
@@ -338,9 +338,10 @@ class SequenceSample:
         have the same ids (the order may differ).
         """
         if set(self.ids) != set(other.ids):
-            apart = sorted(set(self.ids) ^ set(other.ids))
+            unshared = sorted(set(self.ids) ^ set(other.ids))
             raise DataError(
-                f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}"
+                f"update joins samples of the same ids; these differ in {len(unshared)}: "
+                f"{unshared[:5]}"
             )
         new = other if other.ids == self.ids else other.select(ids=self.ids)
         unchanged_data = {}
@@ -422,8 +423,8 @@ class SequenceSample:
 def _build_like(
     sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]
 ) -> SequenceSample:
-    held = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
-    data = {name: groups.convert_like(held, each) for name, each in values.items()}
+    example = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
+    data = {name: groups.convert_like(example, array) for name, array in values.items()}
     offsets = dict.fromkeys(values, sample.offsets[key])
     return SequenceSample(sample.ids, dict.fromkeys(values, lengths), offsets, data)
 
@@ -518,11 +519,11 @@ def _compute_offsets(counts: npt.ArrayLike) -> Ints:
 def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
     keys = set(samples[0].keys)
     for sample in samples[1:]:
-        apart = sorted(keys ^ set(sample.keys))
-        if apart:
+        unshared = sorted(keys ^ set(sample.keys))
+        if unshared:
             raise DataError(
-                f"gather: samples differ in the keys {apart}; name the keys you want, or add what "
-                f"is missing"
+                f"gather: samples differ in the keys {unshared}; name the keys you want, or add "
+                f"what is missing"
             )
 
 

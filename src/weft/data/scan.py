@@ -81,7 +81,7 @@ def scan(
     pattern = re.compile(
         "|".join(re.escape(_normalize_text(p)) for p in sorted(phrases, key=len, reverse=True))
     )
-    seen: dict[str, list[str]] = {}
+    places_by_content: dict[str, list[str]] = {}
     for place, row in rows:
         findings.rows += 1
         if isinstance(row, UnreadableRow):
@@ -96,8 +96,10 @@ def scan(
                     (place, _extract_context(text, hit.start(), hit.end()))
                 )
         content = {key: value for key, value in row.items() if key != "id"}
-        seen.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(place)
-    findings.duplicates = [places for places in seen.values() if len(places) > 1]
+        places_by_content.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(
+            place
+        )
+    findings.duplicates = [places for places in places_by_content.values() if len(places) > 1]
     return findings
 
 

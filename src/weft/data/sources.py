@@ -201,8 +201,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     splits = {f: _find_split(f.relative_to(place)) for f in files}
     if split:
         low = split.lower()
-        wanted = next((name for name, spellings in SPLITS.items() if low in spellings), low)
-        selected = [f for f in files if splits[f] == wanted]
+        canonical = next((name for name, spellings in SPLITS.items() if low in spellings), low)
+        selected = [f for f in files if splits[f] == canonical]
     elif "train" in splits.values():
         selected = [f for f in files if splits[f] == "train"]
     else:
@@ -330,7 +330,7 @@ def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
     `line` is the number of the line on which the entry begins.
     """
     decoder = json.JSONDecoder()
-    at = text.index("[") + 1
+    position = text.index("[") + 1
     line = 1
     counted = 0
     blank = re.compile(r"\s*")
@@ -338,24 +338,24 @@ def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
     first = True
     while True:
         # Skip the comma after the previous entry.
-        at = _skip_blank(blank, text, at)
-        if not first and text.startswith(",", at):
-            at = _skip_blank(blank, text, at + 1)
-        elif not first and at < len(text) and text[at] != "]":
+        position = _skip_blank(blank, text, position)
+        if not first and text.startswith(",", position):
+            position = _skip_blank(blank, text, position + 1)
+        elif not first and position < len(text) and text[position] != "]":
             yield (
-                line + text.count("\n", counted, at),
+                line + text.count("\n", counted, position),
                 UnreadableRow("not JSON: a comma is missing before this entry"),
             )
             return
         first = False
         # Check for the end of the list.
-        line = line + text.count("\n", counted, at)
-        counted = at
-        if at >= len(text):
+        line = line + text.count("\n", counted, position)
+        counted = position
+        if position >= len(text):
             yield line, UnreadableRow("not JSON: the list is not closed with ]")
             return
-        if text[at] == "]":
-            if text[at + 1 :].strip():
+        if text[position] == "]":
+            if text[position + 1 :].strip():
                 yield (
                     line,
                     UnreadableRow("not JSON: there is text after the list, which was not read"),
@@ -363,7 +363,7 @@ def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
             return
         # Parse the entry.
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             yield (
                 error.lineno,
@@ -378,9 +378,9 @@ def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
         yield line, _check_surrogates(value) if halves else value
 
 
-def _skip_blank(blank: re.Pattern[str], text: str, at: int) -> int:
-    skipped = blank.match(text, at)
-    return skipped.end() if skipped else at
+def _skip_blank(blank: re.Pattern[str], text: str, position: int) -> int:
+    skipped = blank.match(text, position)
+    return skipped.end() if skipped else position
 
 
 def _download_from_hub(path: str) -> Path:

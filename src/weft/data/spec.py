@@ -67,7 +67,7 @@ class SourceSpec:
     path: str = ""
     # Name of a dataset in the catalogue (`weft.data.named`); `path` is then a local copy of it.
     named: str | None = None
-    type: str | None = None  # dataset type; None: that of the experiment
+    type: str | None = None  # dataset type; None: the type of the experiment
     name: str | None = None  # prefix of ids, and name in metrics; None: the file's stem
     fraction: float | None = None
     size: int | None = None
@@ -169,9 +169,9 @@ class SourceSpec:
             problem = find_bucket_problem(str(getattr(self, name) or ""))
             if problem is not None:
                 raise ConfigError(f"{where}.{name}={getattr(self, name)!r}: {problem}")
-        wrong = find_columns_problem(self.columns)
-        if wrong:
-            raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
+        problem = find_columns_problem(self.columns)
+        if problem:
+            raise ConfigError(f"{where}.columns={self.columns!r}: {problem}")
         if not isinstance(self.args, Mapping):
             raise ConfigError(
                 f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class"
@@ -251,17 +251,22 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
         raise ConfigError(
             f"{where}: {name}={options!r}: must be a mapping such as {{fraction: 0.5}}"
         )
-    known = {spec.name for spec in fields(SourceSpec)} - {"named", "type", "split"}
-    own = {}
+    field_names = {spec.name for spec in fields(SourceSpec)} - {"named", "type", "split"}
+    source_fields = {}
     for key, item in (options or {}).items():
-        if key in known:
-            own[key] = item
+        if key in field_names:
+            source_fields[key] = item
     args = {}
     for key, item in (options or {}).items():
-        if key not in known:
+        if key not in field_names:
             args[key] = item
     return SourceSpec.parse(
-        {**own, "named": str(name), "args": {**args, **(own.get("args") or {})}}, where
+        {
+            **source_fields,
+            "named": str(name),
+            "args": {**args, **(source_fields.get("args") or {})},
+        },
+        where,
     )
 
 
@@ -280,7 +285,7 @@ def find_columns_problem(value: Any) -> str | None:
     A valid value maps names of columns in weft to their names in the file.
     """
     if not isinstance(value, Mapping) or not all(
-        isinstance(each, str) and each for each in value.values()
+        isinstance(column, str) and column for column in value.values()
     ):
         return "must map names to columns, such as {prompt: question, answer: solution}"
     return None

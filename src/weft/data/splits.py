@@ -49,10 +49,10 @@ def split_evenly(costs: Costs, parts: int) -> list[int]:
         low = max(earliest[index], start + 1)
         high = min(reach, count - (parts - index))
         ideal = sums[-1] * index / parts
-        at = int(np.searchsorted(sums, ideal))
-        if at > 0 and at <= count and ideal - sums[at - 1] <= sums[at] - ideal:
-            at -= 1
-        bounds.append(min(max(at, low), high))
+        bound = int(np.searchsorted(sums, ideal))
+        if bound > 0 and bound <= count and ideal - sums[bound - 1] <= sums[bound] - ideal:
+            bound -= 1
+        bounds.append(min(max(bound, low), high))
     return [*bounds, count]
 
 

@@ -202,32 +202,32 @@ def _iterate_fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
 
     The value is an integer if the field is a varint, and bytes otherwise.
     """
-    at = 0
-    while at < len(raw):
-        tag, at = _decode_varint(raw, at)
+    position = 0
+    while position < len(raw):
+        tag, position = _decode_varint(raw, position)
         number = tag >> 3
         wire = tag & 7
         if wire == 0:
-            value, at = _decode_varint(raw, at)
+            value, position = _decode_varint(raw, position)
             yield number, value
             continue
         if wire not in (1, 2, 5):
-            raise ValueError(f"wire type {wire} at byte {at}")
+            raise ValueError(f"wire type {wire} at byte {position}")
         size = 8 if wire == 1 else 4
         if wire == 2:
-            size, at = _decode_varint(raw, at)
-        if at + size > len(raw):
+            size, position = _decode_varint(raw, position)
+        if position + size > len(raw):
             raise ValueError("a field runs past the end")
-        yield number, raw[at : at + size]
-        at += size
+        yield number, raw[position : position + size]
+        position += size
 
 
-def _decode_varint(raw: bytes, at: int) -> tuple[int, int]:
+def _decode_varint(raw: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = raw[at]
+        byte = raw[position]
         value |= (byte & 0x7F) << shift
-        at += 1
+        position += 1
         if byte < 0x80:
-            return value, at
+            return value, position
         shift += 7

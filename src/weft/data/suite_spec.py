@@ -1,6 +1,6 @@
 """Options of `eval_suite`: tasks on which a run evaluates the model that it trains.
 
-The names and meanings are those of the command `weft eval suite`.
+The names and meanings are the same as for the command `weft eval suite`.
 """
 
 from __future__ import annotations

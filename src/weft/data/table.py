@@ -85,7 +85,7 @@ class TokenizationReport:
     def from_values(cls, values: Mapping[str, Any]) -> TokenizationReport:
         sets = {name: frozenset(values[name]) for name in ("read", "held")}
         return cls(
-            **{**values, **sets, "cut": tuple(TemplateOmission(**each) for each in values["cut"])}
+            **{**values, **sets, "cut": tuple(TemplateOmission(**cut) for cut in values["cut"])}
         )
 
 
@@ -171,7 +171,7 @@ class TokenTable:
     ) -> TokenTable:
         """Build a table that contains encoded samples in the given order.
 
-        `rows` are the row numbers of the samples. The keys of the table are those of the first
+        `rows` are the row numbers of the samples. The keys of the table are the keys of the first
         sample.
         """
         kinds = ["prompt"]

@@ -74,8 +74,8 @@ def _iterate_decoders(described: Any) -> Iterator[dict[str, Any]]:
     """Iterate over a decoder and its nested decoders, given in the format of `tokenizer.json`."""
     if isinstance(described, dict):
         yield described
-        for each in described.get("decoders", []):
-            yield from _iterate_decoders(each)
+        for decoder in described.get("decoders", []):
+            yield from _iterate_decoders(decoder)
 
 
 @cache
@@ -91,7 +91,7 @@ def _map_characters_to_bytes() -> dict[str, bytes]:
             plain.append(n)
     others = [n for n in range(256) if n not in plain]
     return {chr(n): bytes([n]) for n in plain} | {
-        chr(256 + at): bytes([n]) for at, n in enumerate(others)
+        chr(256 + index): bytes([n]) for index, n in enumerate(others)
     }
 
 

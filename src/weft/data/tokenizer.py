@@ -146,9 +146,9 @@ class Tokenizer:
         """
         context = list(before)[-4:]
         head = self.decode(context, skip_special)
-        whole = self.decode([*context, *ids], skip_special)
-        if head and whole.startswith(head):
-            return whole[len(head) :]
+        full_text = self.decode([*context, *ids], skip_special)
+        if head and full_text.startswith(head):
+            return full_text[len(head) :]
         return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
@@ -321,7 +321,7 @@ class Tokenizer:
             return replace(
                 conversation,
                 ids=ids,
-                mask=[at > 0 for at in range(len(ids))],
+                mask=[index > 0 for index in range(len(ids))],
                 unused=conversation.unused - {chat.UNTRAINED_MESSAGES},
             )
         return replace(conversation, ids=ids, mask=mask)
@@ -528,9 +528,9 @@ def find_step_ends(text: str, mark: str) -> list[int]:
     """
     ends: list[int] = []
     start = 0
-    while (at := text.find(mark, start)) >= 0:
-        start = at + len(mark)
-        if text[ends[-1] if ends else 0 : at].strip():
+    while (position := text.find(mark, start)) >= 0:
+        start = position + len(mark)
+        if text[ends[-1] if ends else 0 : position].strip():
             ends.append(start)
     if text[ends[-1] if ends else 0 :].strip():
         ends.append(len(text))

@@ -93,13 +93,13 @@ def _find_oversized(template: str) -> str | None:
             if isinstance(exponent, int | float) and abs(exponent) > MAX_EXPONENT:
                 return f"takes a power of {exponent:g}, line {node.lineno}"
         elif isinstance(node, nodes.Mul):
-            one = _evaluate_constant(node.left)
-            other = _evaluate_constant(node.right)
+            left = _evaluate_constant(node.left)
+            right = _evaluate_constant(node.right)
             size = max(
-                (len(each) for each in (one, other) if isinstance(each, str | list | tuple)),
+                (len(value) for value in (left, right) if isinstance(value, str | list | tuple)),
                 default=0,
             )
-            times = max((each for each in (one, other) if isinstance(each, int)), default=0)
+            times = max((value for value in (left, right) if isinstance(value, int)), default=0)
             if size * times > MAX_CHARACTERS:
                 return f"repeats a text {times:,} times, line {node.lineno}"
     return None

@@ -1,6 +1,6 @@
 """Loading of tokenizers from files, and application of the options that change them.
 
-The files are those of a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
+A tokenizer is loaded from a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
 `tokenizer.model`.
 """
 
@@ -290,8 +290,8 @@ def override_token(
         return
     vocab = hf.get_vocab()
     if token not in vocab:
-        near = find_nearest(token, [known for known in vocab if known.startswith(token[:1])])
-        hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
+        close = find_nearest(token, [other for other in vocab if other.startswith(token[:1])])
+        hint = f"near it: {', '.join(close)}" if close else "name a token that it has"
         raise ConfigError(
             f"{format_option(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} "
             f"tokens); {hint}"
@@ -299,29 +299,30 @@ def override_token(
     hf.add_special_tokens({name: token})
 
 
-def read_template(given: str, option: str = "tokenizer") -> str:
+def read_template(value: str, option: str = "tokenizer") -> str:
     """Return the source of a chat template.
 
-    `given` is the name of a built-in template, the path of a file, or the source itself. Raises
+    `value` is the name of a built-in template, the path of a file, or the source itself. Raises
     `ConfigError` if it is none of these, or if the template is invalid.
     """
-    if given in TEMPLATES:
-        return read_template_text(given)
-    path = Path(given).expanduser()
-    if "{" not in given:
+    if value in TEMPLATES:
+        return read_template_text(value)
+    path = Path(value).expanduser()
+    if "{" not in value:
         if not path.exists():
-            near = find_nearest(given, TEMPLATES)
-            hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
+            close = find_nearest(value, TEMPLATES)
+            hint = f"by name there are {', '.join(TEMPLATES)}"
+            if close:
+                hint = f"did you mean {close[0]}? {hint}"
             raise ConfigError(
-                f"{format_option(option, 'chat_template')}={given!r}: neither the name of a template, nor "
-                f"a file, nor a jinja "
-                f"template; {hint}"
+                f"{format_option(option, 'chat_template')}={value!r}: neither the name of a "
+                f"template, nor a file, nor a jinja template; {hint}"
             )
-        given = read_text(path, f"{format_option(option, 'chat_template')}={given}", ConfigError)
-    problem = find_template_problem(given)
+        value = read_text(path, f"{format_option(option, 'chat_template')}={value}", ConfigError)
+    problem = find_template_problem(value)
     if problem:
         raise ConfigError(f"{format_option(option, 'chat_template')} {problem}; fix the template")
-    return given
+    return value
 
 
 def apply_spec(
@@ -442,16 +443,16 @@ def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
 
 
 def list_added_tokens(
-    given: Sequence[str], template: str | None, option: str = "tokenizer"
+    requested: Sequence[str], template: str | None, option: str = "tokenizer"
 ) -> list[str]:
     """Return the tokens to add to the vocabulary, without duplicates.
 
-    `given` is the value of the option `add_tokens`. The word "template" in it stands for the
+    `requested` is the value of the option `add_tokens`. The word "template" in it means the
     special tokens of the chat template named `template`. Raises `ConfigError` if the word is used
     but the chat template is not given by name.
     """
     tokens: list[str] = []
-    for token in given:
+    for token in requested:
         if token != TEMPLATE:
             tokens.append(token)
         elif template is not None and template in TEMPLATES:
@@ -473,12 +474,12 @@ def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None
     """
     if not tokens:
         return None
-    known = hf.get_vocab()
-    first = max(known.values(), default=-1) + 1
+    vocabulary = hf.get_vocab()
+    first = max(vocabulary.values(), default=-1) + 1
     hf.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
     )
-    return None if all(token in known for token in tokens) else first
+    return None if all(token in vocabulary for token in tokens) else first
 
 
 def check_named_template(
@@ -519,11 +520,11 @@ def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenize
             "give one with a tokenizer.json, or leave the option out"
         )
     core = hf.backend_tokenizer
-    apart = pre_tokenizers.Digits(individual_digits=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
     if core.pre_tokenizer is None:
-        core.pre_tokenizer = apart
+        core.pre_tokenizer = digits
     else:
-        core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, apart])
+        core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, digits])
 
 
 def compute_fingerprint(hf: PreTrainedTokenizerBase, *settings: Any) -> str:
@@ -543,8 +544,8 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *settings: Any) -> str:
             [type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True
         )
     special = {name: str(token) for name, token in hf.special_tokens_map.items()}
-    rest = json.dumps([special, hf.chat_template, settings], sort_keys=True)
-    return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
+    other_settings = json.dumps([special, hf.chat_template, settings], sort_keys=True)
+    return hashlib.sha256(f"{core}\n{other_settings}".encode()).hexdigest()
 
 
 @contextmanager

@@ -233,16 +233,16 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
     read = set[str]()
     held = set[str]()
     cuts: list[TemplateOmission] = []
-    for index, (_, given) in enumerate(chunk):
-        if isinstance(given, bytes):
-            given = pickle.loads(given)
+    for index, (_, content) in enumerate(chunk):
+        if isinstance(content, bytes):
+            content = pickle.loads(content)
         # Encode the row, recording columns and message keys that are read.
         try:
-            if isinstance(given, UnreadableRow):
-                raise BadRow(given.reason)
-            row = TrackedRow(given)
-            held.update(name for name, value in given.items() if value not in (None, "", []))
-            own = read_id(row, job.form.id_key)
+            if isinstance(content, UnreadableRow):
+                raise BadRow(content.reason)
+            row = TrackedRow(content)
+            held.update(name for name, value in content.items() if value not in (None, "", []))
+            own_id = read_id(row, job.form.id_key)
             with track_unread_keys() as unused:
                 row_samples = job.form.encode(row, job.tokenizer)
             # Apply the length limits.
@@ -252,7 +252,7 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
                 sample, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
                 counts.update([*done, "both"] if len(done) > 1 else done)
                 if sample is not None:
-                    samples.append((index, own, sample))
+                    samples.append((index, own_id, sample))
             held |= unused
             read |= row.read - unused
         except (BadRow, DataError) as error:
@@ -283,7 +283,7 @@ def _tokenize_files(job: EncodingJob, files: Sequence[Path], source: RowSource) 
     workers = source.num_workers
     if workers is None:
         workers = (os.cpu_count() or 1) if are_large(files) else 0
-    chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
+    chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     with source.progress(
         f"tokenizing {source.name or Path(source.path).name}", len(rows)
     ) as advance:
@@ -334,17 +334,17 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     start = 0
     total = TokenizationReport()
     for samples, report, chunk_problems in outcomes:
-        for index, wrong, long in chunk_problems:
-            problems.append((start + index, wrong, long))
-        for index, own, _ in samples:
-            own_ids.append((start + index, own))
+        for index, message, long in chunk_problems:
+            problems.append((start + index, message, long))
+        for index, own_id, _ in samples:
+            own_ids.append((start + index, own_id))
         for _, _, sample in samples:
             encoded.append(sample)
         total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
     places = [place for place, _ in rows]
-    ids, taken = assign_ids(own_ids, places)
-    if problems := [*problems, *taken]:
+    ids, duplicates = assign_ids(own_ids, places)
+    if problems := [*problems, *duplicates]:
         raise DataError(format_reports(places, problems))
     ids = [
         f"{id}/{sample.part}" if sample.part else id
@@ -363,17 +363,17 @@ def assign_ids(
     id. If two rows have the same id, the second one is reported as a problem. `places` are the
     locations of all rows, for error messages.
     """
-    given = {own for _, own in own_ids if own is not None}
+    all_own_ids = {own_id for _, own_id in own_ids if own_id is not None}
     ids: list[str] = []
     problems: list[Problem] = []
-    seen: dict[str, int] = {}
-    for row, own in own_ids:
-        id = own
+    first_rows: dict[str, int] = {}
+    for row, own_id in own_ids:
+        id = own_id
         if id is None:
             id = str(row)
-            while id in given:
+            while id in all_own_ids:
                 id = f"row-{id}"
-        first = seen.setdefault(id, row)
+        first = first_rows.setdefault(id, row)
         if first != row:
             problems.append(
                 (
@@ -393,20 +393,21 @@ def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[s
     probably wrong, so a single line reports the problem for all rows.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
-    lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
+    lacks = {match[0] if (match := LACKS.match(message)) else None for _, message, _ in problems}
     if len(problems) == len(places) > 1 and len(lacks) == 1 and None not in lacks:
-        wrong = problems[0][1]
-        if "dataset.type=" in wrong:
+        message = problems[0][1]
+        if "dataset.type=" in message:
             hint = ""
         else:
             hint = "; set dataset.type to the form of these rows"
         return [
-            f"{_format_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"
+            f"{_format_first_places(places, problems)}: each of the {len(places)} rows "
+            f"{message}{hint}"
         ]
     long = [problem for problem in problems if problem[2] is not None]
     reports = [_format_too_long(places, long)] if long else []
     return reports + [
-        f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None
+        f"{places[row]}: {message}" for row, message, too_long in problems if too_long is None
     ]
 
 

@@ -173,26 +173,27 @@ class _RenderedConversation:
             limit = following[0]
         else:
             limit = self._find_next_content(index, content_span[1])
-        rest = text[content_span[1] : limit]
+        text_after = text[content_span[1] : limit]
         closing = self._find_text_after_content(index, rendering)
-        if closing is not None and rest.startswith(closing.rstrip()):
+        if closing is not None and text_after.startswith(closing.rstrip()):
             return content_span[1] + len(closing.rstrip())
         # A turn followed by others can end differently: with the usual token after other text, or
         # with another token directly after the turn's text.
-        if end and end in rest:
+        if end and end in text_after:
             token: str | None = end
         else:
-            token = find_leading_token(rest.lstrip(CLOSING), self.template.added)
+            token = find_leading_token(text_after.lstrip(CLOSING), self.template.added)
         if end is None or token is None:
             raise self._build_error(index, "ends")
-        return content_span[1] + rest.find(token) + len(token)
+        return content_span[1] + text_after.find(token) + len(token)
 
-    def _skip_header(self, index: int, at: int) -> int:
+    def _skip_header(self, index: int, position: int) -> int:
         """Return the start of turn `index` for a template that has no generation prompt.
 
-        `at` is the end of the text of the earlier messages. Any text other than white space between
-        `at` and the turn's content is a header, which is skipped: the turn starts at its content.
-        Without a header, or if the content is empty or cannot be found, the turn starts at `at`.
+        `position` is the end of the text of the earlier messages. Any text other than white space
+        between `position` and the turn's content is a header, which is skipped: the turn starts at
+        its content. Without a header, or if the content is empty or cannot be found, the turn
+        starts at `position`.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -201,8 +202,8 @@ class _RenderedConversation:
             or not content.strip()
             or not has_content(self.text[slice(*content_span)], content)
         ):
-            return at
-        return content_span[0] if self.text[at : content_span[0]].strip() else at
+            return position
+        return content_span[0] if self.text[position : content_span[0]].strip() else position
 
     def _render_beginning(self, count: int, *, prompt: bool) -> str | None:
         """Render only the first `count` messages, with a generation prompt if `prompt` is set.
@@ -252,21 +253,21 @@ class _RenderedConversation:
         position = self.text.find(next(filter(None, words), ""), at)
         return position if position >= 0 else len(self.text)
 
-    def _find_header_end(self, header: str, at: int) -> int:
-        """Return the end of the generation prompt `header`, which begins at `at`.
+    def _find_header_end(self, header: str, position: int) -> int:
+        """Return the end of the generation prompt `header`, which begins at `position`.
 
         If the text contains only the beginning of the generation prompt (for example because an
         empty think block is missing), returns the position at which the two diverge.
         """
-        rest = self.text[at:]
-        shared = count_common_prefix(self.template.encode(header), self.template.encode(rest))
-        return at + _count_characters(self.template, rest, shared)
+        following = self.text[position:]
+        shared = count_common_prefix(self.template.encode(header), self.template.encode(following))
+        return position + _count_characters(self.template, following, shared)
 
-    def _build_error(self, index: int, where: str) -> DataError:
+    def _build_error(self, index: int, event: str) -> DataError:
         return DataError(
             f"the chat template of {self.template.name} renders message {index + 1} so that it "
             f"does not show where the "
-            f"assistant's part {where}; put {{% generation %}} markers into the template"
+            f"assistant's part {event}; put {{% generation %}} markers into the template"
         )
 
 
@@ -439,11 +440,14 @@ class TrainedTurn:
 
     def _advise_on_reasoning(self) -> str:
         """Return advice on how to keep reasoning that is in a separate field."""
-        own = {}
+        other_fields = {}
         for key, value in self.message.items():
             if key != REASONING:
-                own[key] = value
-        inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
+                other_fields[key] = value
+        inside = {
+            **other_fields,
+            "content": f"<think>\n{MARK}\n</think>\n\n{other_fields['content']}",
+        }
         if self._is_written_when_last({**self.message, REASONING: MARK}):
             return "let the row end with that turn"
         if self._is_written(inside):
@@ -456,11 +460,11 @@ class TrainedTurn:
         The reasoning is at the start of the message's content.
         """
         _, _, answer = self.message["content"].rpartition(END_OF_THOUGHT)
-        apart = {**self.message, "content": answer.strip(), REASONING: MARK}
+        separated = {**self.message, "content": answer.strip(), REASONING: MARK}
         inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{answer.strip()}"}
         if self._is_written_when_last(inside):
             return "let the row end with that turn"
-        if self._is_written(apart):
+        if self._is_written(separated):
             return f"give the thoughts as {REASONING}"
         return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE})"
 
@@ -533,11 +537,11 @@ def count_common_prefix(*sequences: Sequence[int]) -> int:
     return shared
 
 
-def count_common_start(one: str, other: str) -> int:
+def count_common_start(text: str, other: str) -> int:
     """Return the number of leading characters that two texts have in common."""
     low = 0
-    high = min(len(one), len(other))
+    high = min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
     return low

@@ -28,13 +28,13 @@ from weft.registry import datasets, import_user_code
 
 DEFAULT_BATCH = 32
 
-# The graph for the option `eval_prompts`, whose only node answers these prompts
+# The only call of the graph for the option `eval_prompts`, which answers these prompts
 PROMPTS_NODE = "eval_prompts"
 # The calls of the graph for the option `eval_suite`
 SUITE_SCORE = "suite_score"
 SUITE_GENERATE = "suite_generate"
 NEW_TOKENS = 128  # default answer length in a run that samples nothing else
-COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb")  # those of the run's own sampling
+COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb")  # copied from the run's own sampling
 
 # Keys in the rows of each shipped dataset type; a registered type can provide any of them.
 ANSWER_KEYS = ("prompt", "completion", "loss_mask")
@@ -102,7 +102,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     experiment = Experiment(
         control=_build_control(config, plan.dataset),
         roles=roles,
-        graph=DataflowGraph([_with_offload(n, roles) for n in plan.nodes], keys, plan.syncs),
+        graph=DataflowGraph([_with_offload(node, roles) for node in plan.nodes], keys, plan.syncs),
         dataset=plan.dataset,
         dataset_type=plan.dataset_type,
         data_role=plan.data_role,
@@ -200,12 +200,12 @@ def get_batch_size(dataset: DatasetSpec) -> int:
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
-def choose_dataset_type(dataset: DatasetSpec, usual: str) -> str:
-    """Return the dataset type that the options set, or else `usual`, the algorithm's default type.
+def choose_dataset_type(dataset: DatasetSpec, default: str) -> str:
+    """Return the dataset type that the options set, or else `default`, that of the algorithm.
 
     Raises `ConfigError` if the type is unknown.
     """
-    name = dataset.type or usual
+    name = dataset.type or default
     if name not in datasets:
         raise build_unknown_name_error("dataset type", name, datasets.list_names())
     return name
@@ -220,10 +220,10 @@ def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
     evaluation_nodes: list[Node] = []
-    for n in resized:
-        evaluation_nodes.append(
-            replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n
-        )
+    for node in resized:
+        if isinstance(node, MFCDef) and node.trains:
+            node = replace(node, method="evaluate")
+        evaluation_nodes.append(node)
     return evaluation_nodes
 
 
@@ -231,15 +231,13 @@ def has_validation(dataset: DatasetSpec) -> bool:
     """Return whether validation rows are configured, for the dataset or for one of its sources."""
     # Look for validation rows of the sources, then of the named datasets.
     sources = list_source_specs(dataset)
-    own = any(source.valid_path is not None or source.valid_split for source in sources)
-    named = []
+    if any(source.valid_path is not None or source.valid_split for source in sources):
+        return True
     for source in sources:
-        if source.named is not None and source.valid_split is None:
-            named.append(source)
-    own = own or any(
-        find_entry(source.named or "", dataset.named_file).valid is not None for source in named
-    )
-    return own or dataset.valid_path is not None or dataset.valid_split > 0
+        has_named_rows = source.named is not None and source.valid_split is None
+        if has_named_rows and find_entry(source.named or "", dataset.named_file).valid is not None:
+            return True
+    return dataset.valid_path is not None or dataset.valid_split > 0
 
 
 def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]:
@@ -247,21 +245,20 @@ def _collect_options(config: RunConfig, plan: ExperimentParts) -> dict[str, Any]
     # Fill in the learning rates of trained roles.
     values = to_mapping(config)
     for name, spec in plan.roles.items():
-        own = values.get(name)
-        if spec.trained and isinstance(own, dict):
-            own["optimizer"]["lr"] = spec.optimizer.peak_lr
+        role_values = values.get(name)
+        if spec.trained and isinstance(role_values, dict):
+            role_values["optimizer"]["lr"] = spec.optimizer.peak_lr
     # Fill in the lengths of rows and of sampled completions.
     lengths = {name: getattr(plan.dataset, name) for name in ("max_seqlen", "max_prompt_len")}
     values["dataset"] |= {name: length for name, length in lengths.items() if length is not None}
-    samples = []
-    for n in plan.nodes:
-        if isinstance(n, MFCDef) and n.method == "generate":
-            samples.append(n)
-    if samples and config.generation:
+    samplers = []
+    for node in plan.nodes:
+        if isinstance(node, MFCDef) and node.method == "generate":
+            samplers.append(node)
+    if samplers and config.generation:
         group, _, name = config.generation.rpartition(".")
-        (values[group] if group else values)[name]["max_new_tokens"] = samples[0].args[
-            "max_new_tokens"
-        ]
+        gen = values[group][name] if group else values[name]
+        gen["max_new_tokens"] = samplers[0].args["max_new_tokens"]
     return values
 
 
@@ -295,9 +292,9 @@ def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
     """
     has_data = has_validation(dataset) or bool(config.eval_suite.tasks)
     options = []
-    for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
-        if getattr(config, n) is not None:
-            options.append(n)
+    for name in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
+        if getattr(config, name) is not None:
+            options.append(name)
     needed = (
         "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or "
         "eval_suite.tasks"
@@ -340,16 +337,16 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
     nodes = {node.name: node for node in experiment.graph.nodes}
     changes = {}
     for spec in fields(config):
-        wanted: Any = getattr(config, spec.name)
-        if not isinstance(wanted, MFCOptions):
+        call_options: Any = getattr(config, spec.name)
+        if not isinstance(call_options, MFCOptions):
             continue
         if spec.name in nodes:
             node = nodes[spec.name]
             assert isinstance(node, MFCDef), (
                 f"{spec.name} is a host function and has no call options"
             )
-            changes[spec.name] = _list_changes(wanted, node)
-        elif wanted != type(wanted)():
+            changes[spec.name] = _list_changes(call_options, node)
+        elif call_options != type(call_options)():
             raise ConfigError(
                 f"{spec.name}.*: these options are for a call that is not in this graph; its "
                 f"nodes are {', '.join(experiment.graph.order)}"
@@ -367,8 +364,8 @@ def _list_changes(options: MFCOptions, node: MFCDef) -> dict[str, Any]:
         if getattr(options, name) is not None:
             changes[name] = getattr(options, name)
     if options.args:
-        own = {} if options.interface is not None else node.args
-        changes["args"] = {**own, **options.args}
+        base = {} if options.interface is not None else node.args
+        changes["args"] = {**base, **options.args}
     for name in ("pre_hooks", "post_hooks"):
         if getattr(options, name) is not None:
             changes[name] = parse_hooks(getattr(options, name))
@@ -393,16 +390,16 @@ def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluatio
         return None
     # Choose the length of answers.
     instead = "give the prompts as dataset.path"
-    own, role = _find_sampler(config, experiment, f"eval_prompts={path}", instead)
-    given = dict(own.args) if own is not None else {}
+    sampler, role = _find_sampler(config, experiment, f"eval_prompts={path}", instead)
+    sampling_args = dict(sampler.args) if sampler is not None else {}
     spec = experiment.roles[role]
     context = read_model_context(spec)
-    usual = int(given.get("max_new_tokens") or NEW_TOKENS)
+    default = int(sampling_args.get("max_new_tokens") or NEW_TOKENS)
     if most is None:
-        if own is not None or context is None:
-            most = usual
+        if sampler is not None or context is None:
+            most = default
         else:
-            most = max(1, min(usual, context // 2))
+            most = max(1, min(default, context // 2))
     if context is not None and most >= context:
         raise ConfigError(
             f"eval_prompts_max_new_tokens={most}: leaves no room for a prompt in the model's "
@@ -411,7 +408,7 @@ def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluatio
         )
     # Sample greedily, with default options except for COPIED_OPTIONS.
     args = to_mapping(GenerationSpec())
-    args |= {name: given[name] for name in COPIED_OPTIONS if name in given}
+    args |= {name: sampling_args[name] for name in COPIED_OPTIONS if name in sampling_args}
     call = MFCDef(
         PROMPTS_NODE,
         role,
@@ -421,8 +418,8 @@ def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluatio
         input_keys=("prompt",),
         output_keys=("completion", "logprobs", "versions", "finished"),
         args={**args, "max_new_tokens": most, "greedy": True, "samples_per_prompt": 1},
-        layout=None if own is None else own.layout,
-        device_mesh=None if own is None else own.device_mesh,
+        layout=None if sampler is None else sampler.layout,
+        device_mesh=None if sampler is None else sampler.device_mesh,
         post_hooks=(Offload("weights"),) if spec.offload else (),
     )
     return Evaluation(DataflowGraph([call], ("prompt",)), 0)
@@ -440,7 +437,7 @@ def _build_suite(config: RunConfig, experiment: Experiment) -> Evaluation | None
     if not spec.tasks:
         return None
     option_text = f"eval_suite.tasks=[{','.join(spec.tasks)}]"
-    own, role = _find_sampler(config, experiment, option_text, "use weft eval suite")
+    sampler, role = _find_sampler(config, experiment, option_text, "use weft eval suite")
     hooks = (Offload("weights"),) if experiment.roles[role].offload else ()
     score = MFCDef(
         SUITE_SCORE,
@@ -460,9 +457,9 @@ def _build_suite(config: RunConfig, experiment: Experiment) -> Evaluation | None
         0,
         input_keys=("prompt",),
         output_keys=("answer",),
-        args={} if own is None else {"kv_cache_gb": own.args.get("kv_cache_gb")},
-        layout=None if own is None else own.layout,
-        device_mesh=None if own is None else own.device_mesh,
+        args={} if sampler is None else {"kv_cache_gb": sampler.args.get("kv_cache_gb")},
+        layout=None if sampler is None else sampler.layout,
+        device_mesh=None if sampler is None else sampler.device_mesh,
         post_hooks=hooks,
     )
     return Evaluation(DataflowGraph([score, generate], ("prompt", "completion")), 0)
@@ -490,7 +487,7 @@ def _find_sampler(
         )
     if not trained:
         raise ConfigError(f"{option_text}: this run trains no model; {instead}")
-    own = next(
+    sampler = next(
         (call for call in calls if call.role == trained[0] and call.method == "generate"), None
     )
-    return own, trained[0]
+    return sampler, trained[0]

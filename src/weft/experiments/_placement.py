@@ -1,4 +1,4 @@
-"""Gather what the placement of calls is computed from: models, devices and options of the run."""
+"""Placement of a run's calls, from its models, devices and options."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ class UnknownRates(ConfigError):
 
 
 def place_calls(
-    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+    experiment: Experiment, config: RunConfig, user_roles: Mapping[str, ModelSpec]
 ) -> Experiment:
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 
-    This implements the values "search" and "heuristic" of `allocation_mode`, and plan files. `given`
-    has the roles as the user wrote them. A call is placed unless the layout of the call or of its
-    role is set. If nothing can be estimated, calls stay on all devices and a note says why.
+    This implements the values "search" and "heuristic" of `allocation_mode`, and plan files.
+    `user_roles` has the roles as the user wrote them. A call is placed unless the layout of the
+    call or of its role is set. If nothing can be estimated, calls stay on all devices and a note
+    says why.
 
     A resumed run keeps its placement. Only if its devices have changed, it is placed again, and a note
     says so.
@@ -58,7 +59,7 @@ def place_calls(
     """
     mode = config.allocation_mode
     if placement.is_plan_path(mode):
-        return place_by_file(experiment, config, given)
+        return place_by_file(experiment, config, user_roles)
     # Keep the plan of a resumed run, unless its devices have changed.
     saved = find_saved_plan(config)
     per_node = config.n_gpus_per_node or 1
@@ -72,14 +73,14 @@ def place_calls(
     placed = None
     if saved is not None and not reason:
         try:
-            placed = place_by_plan(experiment, saved, given)
-        except ConfigError as error:  # other options, as resume_from allows
+            placed = place_by_plan(experiment, saved, user_roles)
+        except ConfigError as error:  # with resume_from, the options can differ
             reason = f"the saved plan does not suit the options ({error})"
         else:
             note = f"allocation_mode={mode}: the run continues with its plan, {saved.source}"
             placed = placement.with_notes(placed, [note])
     if placed is None:
-        placed = _place_by_estimates(experiment, config, given)
+        placed = _place_by_estimates(experiment, config, user_roles)
     plan = replace(build_run_plan(placed, config, device), facts=facts)
     if reason:
         note = f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"
@@ -88,20 +89,20 @@ def place_calls(
 
 
 def _place_by_estimates(
-    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+    experiment: Experiment, config: RunConfig, user_roles: Mapping[str, ModelSpec]
 ) -> Experiment:
     """Return the experiment with its calls placed by the estimates of their time and memory."""
-    # Nothing to choose on one device, or if every role names its layout
+    # There is nothing to choose on one device, or if every role has a layout.
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     mode = config.allocation_mode
     graph = experiment.graph
     roles = {call.role for call in graph.list_model_calls()}
-    free = {role for role in roles if not placement.is_placed(given[role])}
+    free = {role for role in roles if not placement.is_placed(user_roles[role])}
     if count == 1 or not free:
         return experiment
     # Without sizes or speeds there is no estimate: leave every call on all devices.
-    missing = _list_unread_models({role: given[role] for role in roles}, mode)
+    missing = _list_unread_models({role: user_roles[role] for role in roles}, mode)
     if missing:
         return placement.with_notes(experiment, missing)
 
@@ -126,6 +127,7 @@ def _place_by_estimates(
     def check(role: str, layout: Layout) -> None:
         check_layout(experiment.roles[role], layout, configs[role])
 
+    # Find the speed of the devices, and estimate the work of each call.
     try:
         rates = _find_rates(config, on_gpu, networks, per_node)
     except UnknownRates as error:
@@ -141,16 +143,21 @@ def _place_by_estimates(
     for call in graph.list_model_calls():
         loads[call.name] = placement.build_workload(experiment, config.search, written, call)
     lengths = {name: load.sequence_length for name, load in loads.items()}
+    # List the candidates for each group of calls, and choose among them.
     units, start = placement.build_units(
         experiment, free, networks, count, per_node, check, lengths
     )
+    num_devices = count
+    for unit in units:
+        for mesh in unit.meshes:
+            num_devices = max(num_devices, 1 + max(mesh.ranks))
     problem = placement.build_problem(
         experiment,
         units,
         networks,
         loads,
         rates,
-        num_devices=max([count, *(1 + max(mesh.ranks) for unit in units for mesh in unit.meshes)]),
+        num_devices=num_devices,
         shared_roles=_find_shared_references(experiment),
         cluster=_find_mixed_cluster(config, networks),
     )
@@ -215,11 +222,11 @@ def _find_rates(
     # CPUs: share this machine's memory and cores.
     memory = config.search.memory_gb
     if not on_gpu:
-        whole = float(read_memory_bytes(torch.device("cpu")))
+        machine_bytes = float(read_memory_bytes(torch.device("cpu")))
         if memory is None:
-            memory = whole / GIB / per_node
+            memory = machine_bytes / GIB / per_node
         rates = estimate_cpu_rates(count_cores(), memory, per_node, read_thread_limit())
-        return replace(rates, memory=whole)
+        return replace(rates, memory=machine_bytes)
     # GPUs: look up the type that is set, or that of this machine.
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(
@@ -269,10 +276,10 @@ def _with_profile(
 
     from weft.engine.device import describe_profiled_device
 
-    here = not on_gpu or (config.search.gpu is None and torch.cuda.is_available())
-    if config.search.profile is None and not here:
+    is_this_machine = not on_gpu or (config.search.gpu is None and torch.cuda.is_available())
+    if config.search.profile is None and not is_this_machine:
         return rates, ()
-    keys = {(each.profile_key, each.settings.dtype) for each in networks.values()}
+    keys = {(sizes.profile_key, sizes.settings.dtype) for sizes in networks.values()}
     device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
     machine = ProfileMachine(*describe_profiled_device(device))
     profile, notes = find_usable_profile(keys, machine, config.search.profile)

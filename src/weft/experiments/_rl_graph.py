@@ -51,8 +51,8 @@ SUPPORT_KEYS = ("support", "support_counts")
 class RLGraphBuilder:
     """Roles and graph nodes of an experiment that trains on sampled completions.
 
-    The fields are what the options of the run and of the method come to, resolved once by
-    `from_options`. The methods return the nodes of a step, in the order of an algorithm's graph.
+    The fields are the options of the run and of the method, as `from_options` has resolved them.
+    The methods return the nodes of a step, in the order of an algorithm's graph.
     """
 
     config: SamplingConfig
@@ -66,7 +66,7 @@ class RLGraphBuilder:
     has_model: bool  # whether a reward model contributes to the reward
     max_staleness: int = 0
     interruptible: bool = False
-    correction: SamplerCorrection | None = None  # for samples of other weights than the trained
+    correction: SamplerCorrection | None = None  # corrects for samples of older weights
     covariance: HighCovariance | None = None  # Clip-Cov or KL-Cov
 
     @classmethod
@@ -417,32 +417,32 @@ class RLGraphBuilder:
         `keys` are the inputs of the loss, in addition to prompts and completions. The loss ignores
         tokens that a sample's `loss_mask` excludes.
         """
-        samples = role == "actor"  # the loss compares its log-probs with those of the sampler
+        is_actor = role == "actor"  # its loss compares log-probs with those of the sampler
         args = {
             "loss": loss,
             "loss_args": dict(loss_args),
             "num_minibatches": self.num_minibatches,
             "epochs": self.options.ppo_epochs,
         }
-        if samples:
+        if is_actor:
             args["temperature"] = self.temperature
         # Inputs: those of the loss, of stale weights, of truncated sampling and of corrections.
-        read, optional = [*keys], ["loss_mask"]
-        if samples:
+        required, optional = [*keys], ["loss_mask"]
+        if is_actor:
             optional += ["ref_logprobs", *(["versions"] if self.max_staleness else [])]
-            read += self.support_keys
+            required += self.support_keys
             if loss != "dpo" and self.rescores:
-                read.append("old_logprobs")
-            read += ["old_logprobs", "sampler_weights"] if self.correction is not None else []
-            read += ["high_covariance"] if self.covariance is not None else []
+                required.append("old_logprobs")
+            required += ["old_logprobs", "sampler_weights"] if self.correction is not None else []
+            required += ["high_covariance"] if self.covariance is not None else []
         return MFCDef(
             name=node,
             role=role,
             interface="train",
             method="train_step",
             batch_size=self.num_prompts,
-            input_keys=("prompt", "completion", *read),
-            optional_keys=tuple(key for key in optional if key not in read),
+            input_keys=("prompt", "completion", *required),
+            optional_keys=tuple(key for key in optional if key not in required),
             args=args,
         )
 

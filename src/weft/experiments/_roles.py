@@ -33,9 +33,9 @@ def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[s
     initial actor: its weights are copied if the actor has random weights, and otherwise read from
     the same files.
     """
-    own = ref if ref.path is not None else _copy_model(ref, actor)
+    resolved = ref if ref.path is not None else _copy_model(ref, actor)
     copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
-    return own.with_head("lm", trained=False), {"ref": "actor"} if copied else {}
+    return resolved.with_head("lm", trained=False), {"ref": "actor"} if copied else {}
 
 
 def _copy_model(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
@@ -61,8 +61,10 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
     """
     if spec.optimizer.lr is not None:
         return spec
-    own = PREFIX_RATE if spec.prefix.num_tokens else ADAPTER_RATE
-    return replace(spec, optimizer=replace(spec.optimizer, lr=own if spec.has_adapters else full))
+    adapter_lr = PREFIX_RATE if spec.prefix.num_tokens else ADAPTER_RATE
+    return replace(
+        spec, optimizer=replace(spec.optimizer, lr=adapter_lr if spec.has_adapters else full)
+    )
 
 
 def build_critic(
@@ -145,7 +147,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     `name` and `other_name` are the names of the roles. Tokenizers without local files are compared
     later, once they are loaded.
     """
-    places = [each.tokenizer.path or each.path for each in (spec, other)]
+    places = [role.tokenizer.path or role.path for role in (spec, other)]
     files = [_find_tokenizer_file(place) for place in places]
     if (
         files[0] is None
@@ -156,16 +158,16 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     texts = [file.read_bytes() for file in files if file is not None]
     if texts[0] == texts[1]:
         return
-    (one, added), (two, more) = (_parse_token_ids(text) for text in texts)
-    apart = sum(one.get(token) != two.get(token) for token in {*one, *two})
+    (ids, added), (other_ids, other_added) = (_parse_token_ids(text) for text in texts)
+    num_different = sum(ids.get(token) != other_ids.get(token) for token in {*ids, *other_ids})
     # Only added tokens of both count: the options can add a token that one of them lacks.
-    apart += sum(added[token] != more[token] for token in {*added} & {*more})
-    if apart:
+    num_different += sum(added[token] != other_added[token] for token in {*added} & {*other_added})
+    if num_different:
         option = "tokenizer.path" if other.tokenizer.path else "path"
         raise ConfigError(
-            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer differ from "
-            f"those of {name}.path={places[0]!r}, but the two roles exchange token ids; choose a "
-            f"{other_name} with the same vocabulary"
+            f"{other_name}.{option}={places[1]!r}: {num_different} tokens of its tokenizer differ "
+            f"from those of {name}.path={places[0]!r}, but the two roles exchange token ids; "
+            f"choose a {other_name} with the same vocabulary"
         )
 
 
@@ -178,10 +180,10 @@ def _parse_token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
     vocab = (model or {}).get("vocab") or {}
     # A Unigram vocabulary is a list of (piece, score), in the order of ids.
     if isinstance(vocab, dict):
-        known = vocab
+        ids = vocab
     else:
-        known = {token[0]: id for id, token in enumerate(vocab)}
-    return known, {token["content"]: token["id"] for token in added or ()}
+        ids = {token[0]: id for id, token in enumerate(vocab)}
+    return ids, {token["content"]: token["id"] for token in added or ()}
 
 
 # -- reward models, and models on servers
@@ -199,8 +201,8 @@ def resolve_servers(
     ref = _resolve_url("ref", ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
         # Without its own tokenizer the reward model reads the actor's tokens.
-        own = actor.tokenizer.path or actor.path
-        rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
+        path = actor.tokenizer.path or actor.path
+        rew = replace(rew, tokenizer=replace(rew.tokenizer, path=path))
     if is_served(rew) and rew_step is not None:
         raise ConfigError(
             f"rew_step={rew_step!r} needs a score per token, which a server does not "
@@ -243,20 +245,22 @@ def build_service_notes(rew: ServedSpec, ref: ServedSpec) -> list[str]:
     The line says that scores or log-probs come from the server and that no weights are loaded.
     """
     notes = []
-    for role, spec, what in (("rew", rew, "scores"), ("ref", ref, "log-probs")):
+    for role, spec, outputs in (("rew", rew, "scores"), ("ref", ref, "log-probs")):
         if is_served(spec):
             if spec.path is not None:
                 files = f"; only the tokenizer of {role}.path is read"
             else:
                 files = ""
-            notes.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
+            notes.append(
+                f"{role}: {outputs} come from {spec.url}, no weights are loaded here{files}"
+            )
     return notes
 
 
 def _resolve_url(role: str, spec: ServedSpec) -> ServedSpec:
     url = spec.url
-    if url is None and (named := os.environ.get(VARIABLES[role], "").strip()):
-        url = named if "://" in named else f"grpc://{named}"
+    if url is None and (address := os.environ.get(VARIABLES[role], "").strip()):
+        url = address if "://" in address else f"grpc://{address}"
     if url is None:
         if is_served(spec):
             raise ConfigError(f"{role}.backend=service: the role needs {role}.url")

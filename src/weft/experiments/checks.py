@@ -304,8 +304,8 @@ def check_dataset(dataset: DatasetSpec) -> None:
             "dataset.path and dataset.train_path are the same option, but have different values; "
             "set only one of them"
         )
-    named = dataset.train_path or dataset.path
-    has_rows = named is not None or dataset.sources or dataset.named or dataset.args
+    train_path = dataset.train_path or dataset.path
+    has_rows = train_path is not None or dataset.sources or dataset.named or dataset.args
     if not has_rows and not dataset.planned:
         raise ConfigError(
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
@@ -318,7 +318,7 @@ def check_dataset(dataset: DatasetSpec) -> None:
             if path is not None and is_remote(path):
                 check_data(path, f"dataset.sources[{index}].{name}={path!r}")
     train = "dataset.train_path" if dataset.path is None else "dataset.path"
-    for option, path in ((train, named), ("dataset.valid_path", dataset.valid_path)):
+    for option, path in ((train, train_path), ("dataset.valid_path", dataset.valid_path)):
         if path is not None and _is_local_path(path):
             _check_data_file(option, path)
 

@@ -1,4 +1,4 @@
-"""Options of a run and of single calls, and the way a configuration builds an `Experiment`."""
+"""Options of a run and of single calls, and how a configuration builds an `Experiment`."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
     """
     if hooks is None:
         return ()
-    return tuple(
-        _parse_hook(hook) for hook in (hooks if isinstance(hooks, (list, tuple)) else [hooks])
-    )
+    if not isinstance(hooks, (list, tuple)):
+        hooks = [hooks]
+    return tuple(_parse_hook(hook) for hook in hooks)
 
 
 def _parse_hook(hook: Any) -> Hook:
@@ -377,11 +377,8 @@ class RunConfig(ABC):
             value = getattr(self, spec.name)
             if isinstance(value, Mapping) and callable(spec.default_factory):
                 base = spec.default_factory()
-                setattr(
-                    self,
-                    spec.name,
-                    read(base, value, f"{spec.name}.") if is_dataclass(base) else value,
-                )
+                if is_dataclass(base):
+                    setattr(self, spec.name, read(base, value, f"{spec.name}."))
 
     @abstractmethod
     def build(self) -> Experiment:
@@ -426,10 +423,10 @@ class RunConfig(ABC):
     def control(self) -> Control:
         """Return the run options as a `Control` object, which the runtime reads."""
         # Copy the options that have the same name in both classes.
-        own = {spec.name for spec in fields(self)}
+        names = {spec.name for spec in fields(self)}
         shared = {}
         for spec in fields(Control):
-            if spec.name in own:
+            if spec.name in names:
                 shared[spec.name] = getattr(self, spec.name)
         return Control(**shared, loggers=self.logger.get_enabled(), env=self.launch.env)
 
@@ -482,13 +479,13 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
     defaults are then unknown.
     """
     try:
-        usual = {leaf.name: leaf.default for leaf in iterate_options(type(config)())}
+        defaults = {leaf.name: leaf.default for leaf in iterate_options(type(config)())}
     except TypeError:
         return frozenset()
     return frozenset(
         leaf.name
         for leaf in iterate_options(config)
-        if leaf.name in usual and usual[leaf.name] == leaf.default
+        if leaf.name in defaults and defaults[leaf.name] == leaf.default
     )
 
 
@@ -500,15 +497,15 @@ def _build(config: RunConfig) -> Experiment:
     that weft never calls.
     """
     # Find the methods of user classes.
-    own = []
+    user_classes = []
     for cls in type(config).__mro__:
         if not cls.__module__.startswith("weft."):
-            own.append(cls)
+            user_classes.append(cls)
     # Refuse methods that only ReaL's runtime calls.
-    overridden = {name for cls in own for name in vars(cls)}
+    overridden = {name for cls in user_classes for name in vars(cls)}
     name = type(config).__name__
     for method, instead in UNSUPPORTED_METHODS.items():
-        if any(isinstance(vars(cls).get(method), FunctionType | property) for cls in own):
+        if any(isinstance(vars(cls).get(method), FunctionType | property) for cls in user_classes):
             raise ConfigError(f"{name} defines {method}, which weft never calls; {instead}")
     if "initial_setup" not in overridden:
         return config.build()

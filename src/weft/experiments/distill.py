@@ -219,7 +219,7 @@ class _DistillationGraphBuilder:
         vocab = checks.read_vocab_size(config.actor)
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
-        longest = max((each for each in length_limits if each is not None), default=None)
+        longest = max((limit for limit in length_limits if limit is not None), default=None)
         # Only reverse KL needs the ids that truncation left: GKD compares whole distributions.
         records = options.loss_type == "reverse_kl" and gen.truncates
         return cls(options, dataset, replace(gen, record_support=records), share, longest)
@@ -304,7 +304,7 @@ class _DistillationGraphBuilder:
         return self._build_teacher(outputs, {}, SUPPORT_KEYS if self.gen.record_support else ())
 
     def _build_teacher(
-        self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()
+        self, outputs: Mapping[str, str], args: Mapping[str, Any], extra_keys: Sequence[str] = ()
     ) -> MFCDef:
         renamed = {key: name for key, name in self._names.items() if key == "completion"}
         return MFCDef(
@@ -313,7 +313,7 @@ class _DistillationGraphBuilder:
             interface="infer",
             method="inference",
             batch_size=self.batch_size,
-            input_keys=("prompt", "completion", *more),
+            input_keys=("prompt", "completion", *extra_keys),
             input_key_remap=renamed,
             output_keys=tuple(outputs),
             output_key_remap=outputs,
@@ -471,8 +471,8 @@ def _check_options(options: DistillOptions) -> None:
 
 
 def _refuse(options: Any, names: Sequence[str], reason: str, group: str = "distill.") -> None:
-    usual = type(options)()
+    defaults = type(options)()
     for spec in fields(options):
         value = getattr(options, spec.name)
-        if spec.name in names and value != getattr(usual, spec.name):
+        if spec.name in names and value != getattr(defaults, spec.name):
             raise ConfigError(f"{group}{spec.name}={value}: {reason}; leave it out")

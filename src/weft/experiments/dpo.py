@@ -130,16 +130,16 @@ class DPOConfig(RunConfig):
         kind = self.dpo.loss.loss_type
         loss_args = self.dpo.loss.build_args()
         if kind in LABELLED:
-            wants = ("label", LABELLED[kind])
+            label_keys = ("label", LABELLED[kind])
         else:
-            wants = ("rank", *(("partner",) if kind in TRANSPORTED else ()))
+            label_keys = ("rank", *(("partner",) if kind in TRANSPORTED else ()))
         train = MFCDef(
             name="actor_train",
             role="actor",
             interface="train",
             method="train_step",
             batch_size=size,
-            input_keys=("prompt", "completion", *wants),
+            input_keys=("prompt", "completion", *label_keys),
             optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": loss_args},
         )
@@ -166,12 +166,12 @@ def _build_comparison(kind: str, loss_args: Mapping[str, Any], size: int) -> lis
     batch, a host function computes the reward shift of BCO or, for AOT, the value with which
     each completion is compared.
     """
-    scored = replace(
+    scoring = replace(
         _build_scoring("actor_inf", "actor", size),
         output_key_remap={"logprobs": "old_logprobs"},
     )
     bco = kind == "bco"
-    whole = HostFunction(
+    statistics = HostFunction(
         name="bco_shift" if bco else "optimal_transport",
         function="bco_shift" if bco else "optimal_transport",
         batch_size=size,
@@ -186,7 +186,7 @@ def _build_comparison(kind: str, loss_args: Mapping[str, Any], size: int) -> lis
         output_keys=(LABELLED[kind] if bco else "partner",),
         args={"beta": loss_args["beta"]} if bco else {"loss_type": kind},
     )
-    return [scored, whole]
+    return [scoring, statistics]
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
@@ -227,7 +227,8 @@ def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
 def _build_baseline(size: int) -> list[Node]:
     """Return the nodes that compute KTO's baseline z0.
 
-    Actor and reference score each prompt with the completions of another prompt (`weft.host.bco_shift`).
+    Actor and reference score each prompt with the completions of another prompt
+    (`weft.host.bco_shift`).
     """
     mismatch = HostFunction(
         name="kto_mismatch",

@@ -189,16 +189,16 @@ class GRPOConfig(PolicyConfig):
             or ("none" if grpo.loss.loss_type == "dr_grpo" else "group"),
             max_new_tokens=policy.gen.max_new_tokens,
         )
-        more: list[str] = [*waits, *policy.token_reward_keys]
+        extra_keys: list[str] = [*waits, *policy.token_reward_keys]
         if self._kl_in_reward:
             options = replace(options, kl_coef=grpo.kl_coef, kl_estimator=grpo.kl_estimator or "k1")
-            more += ["logprobs", "ref_logprobs"]
+            extra_keys += ["logprobs", "ref_logprobs"]
         if grpo.normalize_each_reward:
             weights = [part.weight for part in parse_reward(policy.rewards.reward)]
             if policy.has_model:
                 weights.append(policy.rewards.scores_weight)
             options = replace(options, part_weights=weights)
-            more.append("reward_parts")
+            extra_keys.append("reward_parts")
         if greedy:
             baselines = {}
             for key in ("rewards", "finished", "completion"):
@@ -209,7 +209,7 @@ class GRPOConfig(PolicyConfig):
             name="advantages",
             function="group_advantages",
             batch_size=policy.num_prompts,
-            input_keys=("prompt", "completion", "rewards", "finished", *baselines, *more),
+            input_keys=("prompt", "completion", "rewards", "finished", *baselines, *extra_keys),
             optional_keys=() if grpo.advantages.mask_truncated else ("loss_mask",),
             output_keys=("advantages", *(("loss_mask",) if grpo.advantages.mask_truncated else ())),
             input_key_remap={**baselines, **(policy.logprob_remap if self._kl_in_reward else {})},
@@ -245,8 +245,8 @@ def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder
             f"grpo.pass_k={advantages.pass_k}: is more than grpo.group_size={grpo.group_size}; "
             f"lower the first or raise the second"
         )
-    given = advantages.baseline == "greedy"
-    if advantages.pass_k is not None and (grpo.normalize_each_reward or given):
+    is_greedy = advantages.baseline == "greedy"
+    if advantages.pass_k is not None and (grpo.normalize_each_reward or is_greedy):
         raise ConfigError(
             "grpo.pass_k computes its own advantages; leave out grpo.normalize_each_reward and "
             "grpo.baseline=greedy"
@@ -266,7 +266,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
             "reward_column)"
         )
     # Options that GDPO ignores must have their defaults.
-    usual = GRPOOptions()
+    defaults = GRPOOptions()
     for name in (
         "max_reward_clip",
         "reward_output_scaling",
@@ -274,7 +274,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
         "baseline",
         "scale_rewards",
     ):
-        if getattr(grpo, name) != getattr(usual, name):
+        if getattr(grpo, name) != getattr(defaults, name):
             raise ConfigError(
                 f"grpo.{name}={getattr(grpo, name)}: has no effect with "
                 "grpo.normalize_each_reward=true; leave it out"

@@ -1,6 +1,4 @@
-"""Resolve the model names that users write to directories and backends, and read their context
-lengths, without loading models.
-"""
+"""Directories, backends and context lengths of the models that users name; no model is loaded."""
 
 from __future__ import annotations
 
@@ -98,10 +96,15 @@ def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) 
     checkpoint has a score head, or if the role is not a reward model or is trained. `values` are
     the contents of the checkpoint's config.json.
     """
-    kinds = values.get("architectures") if role == REWARD else None
-    if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
+    architectures = values.get("architectures") if role == REWARD else None
+    if (
+        spec.init_from_scratch
+        or spec.trained
+        or not isinstance(architectures, list)
+        or not architectures
+    ):
         return []
-    if not all(str(each).endswith(LM_ARCHITECTURES) for each in kinds):
+    if not all(str(name).endswith(LM_ARCHITECTURES) for name in architectures):
         return []
     return [
         f"{role}.path={spec.path}: is a language model without a score head, so its rewards are "
@@ -126,43 +129,50 @@ def find_option_role(config: Mapping[str, Any], role: str, path: str) -> str:
 
 
 def _locate_paths(config: NamedRunConfig, role: str, spec: ModelSpec) -> ModelSpec:
-    alone = spec.backend in NO_NETWORK  # `path` then names a tokenizer only
+    tokenizer_only = spec.backend in NO_NETWORK  # `path` then names a tokenizer only
     path, note = _locate_path(
-        config, f"{role}.path", spec.path, ACCEPTED_ROLES.get(role, POLICIES), tokenizer=alone
+        config,
+        f"{role}.path",
+        spec.path,
+        ACCEPTED_ROLES.get(role, POLICIES),
+        tokenizer=tokenizer_only,
     )
-    own, more = _locate_path(
+    tokenizer_path, tokenizer_note = _locate_path(
         config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True
     )
-    if (path, own) == (spec.path, spec.tokenizer.path):
+    if (path, tokenizer_path) == (spec.path, spec.tokenizer.path):
         return spec
-    notes = tuple(each for each in (note, more) if each)
+    notes = tuple(filter(None, (note, tokenizer_note)))
     return replace(
-        spec, path=path, tokenizer=replace(spec.tokenizer, path=own), notes=(*spec.notes, *notes)
+        spec,
+        path=path,
+        tokenizer=replace(spec.tokenizer, path=tokenizer_path),
+        notes=(*spec.notes, *notes),
     )
 
 
 def _locate_path(
     config: NamedRunConfig,
     option: str,
-    given: str | None,
+    value: str | None,
     roles: tuple[str, ...],
     *,
     tokenizer: bool,
 ) -> tuple[str | None, str]:
     """Find the model that the user has set, and return (directory or hub name, note for the user).
 
-    `option` is the name of the user's option, and `given` is its value. Returns None as the path if
+    `option` is the name of the user's option, and `value` is its value. Returns None as the path if
     the value is None. If the value is the name of a run, `roles` are the roles whose checkpoints
     can be used. `tokenizer` is True if only a tokenizer is needed. The note is empty if there is
     nothing to report.
     """
-    if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
-        return given, ""
+    if value is None or (tokenizer and _has_tokenizer(Path(value).expanduser())):
+        return value, ""
     run = find_runs_folder(config.fileroot) / config.experiment_name / config.trial_name
-    wanted = ModelQuery(
+    query = ModelQuery(
         option, roles, config.fileroot, _find_initial_value(config, run, option), run
     )
-    location = names.locate_model(given, wanted)
+    location = names.locate_model(value, query)
     return location.path, location.note
 
 
@@ -241,15 +251,14 @@ def find_context(config: RunConfig) -> int | None:
     Context lengths are read from the config.json files that are available. The reward model is
     ignored, since its tokenizer can differ. Returns None if no context length is known.
     """
-    named = {}
-    for spec in fields(config):
-        if spec.name != "rew":
-            named[spec.name] = getattr(config, spec.name)
     contexts = []
-    for value in named.values():
-        if isinstance(value, ModelSpec):
-            contexts.append(read_model_context(value))
-    return min((each for each in contexts if each is not None), default=None)
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name != "rew" and isinstance(value, ModelSpec):
+            context = read_model_context(value)
+            if context is not None:
+                contexts.append(context)
+    return min(contexts, default=None)
 
 
 def read_model_context(spec: ModelSpec) -> int | None:

@@ -1,4 +1,4 @@
-"""Placement of calls by a plan: that of the file that the user names, or that of a resumed run.
+"""Placement of calls by a plan, either from a file that the user names or of a resumed run.
 
 A run whose calls are placed by a search or by a plan file keeps its plan in its folder (`plan.yaml`).
 When it is resumed, it reads the plan there, so that nothing depends on the user's file or on a new
@@ -43,7 +43,7 @@ def list_planned_calls(experiment: Experiment) -> list[MFCDef]:
 
 
 def describe_run_facts(experiment: Experiment, config: RunConfig) -> PlanFacts:
-    """Return what a plan for the experiment assumes: its devices, batch and models.
+    """Return the facts that a plan for the experiment assumes: devices, batch size and models.
 
     Models without a readable config.json, or without a network of weft's, are left out. If
     `n_gpus_per_node` is not set, neither is the number of devices.
@@ -103,7 +103,7 @@ def keep_plan(experiment: Experiment, config: RunConfig, plan: PlacementPlan) ->
 
 
 def place_by_file(
-    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+    experiment: Experiment, config: RunConfig, user_roles: Mapping[str, ModelSpec]
 ) -> Experiment:
     """Return the experiment with its calls placed by the plan file `allocation_mode`.
 
@@ -113,11 +113,11 @@ def place_by_file(
     path = config.allocation_mode
     option = f"allocation_mode={path}"
     saved = find_saved_plan(config)
-    there = Path(path).expanduser().exists()
+    exists = Path(path).expanduser().exists()
     notes = []
-    if saved is None or (config.resume_from is not None and there):
+    if saved is None or (config.resume_from is not None and exists):
         plan = plan_file.read_plan(path, "allocation_mode")
-    elif not there:
+    elif not exists:
         plan = saved
         notes.append(f"{option}: there is no such file; the run continues with {saved.source}")
     else:
@@ -131,29 +131,30 @@ def place_by_file(
             )
     facts = describe_run_facts(experiment, config)
     plan.check_facts(facts)
-    experiment = place_by_plan(experiment, plan, given)
+    experiment = place_by_plan(experiment, plan, user_roles)
     experiment = keep_plan(experiment, config, replace(plan, facts=_fill(facts, plan.facts)))
     return replace(experiment, resume_notes=notes)
 
 
 def place_by_plan(
-    experiment: Experiment, plan: PlacementPlan, given: Mapping[str, ModelSpec]
+    experiment: Experiment, plan: PlacementPlan, user_roles: Mapping[str, ModelSpec]
 ) -> Experiment:
     """Return the experiment with the layouts and devices of a plan.
 
-    `given` has the roles as the user wrote them. Raises `ConfigError`, with the line, for a layout
-    that cannot be read, that the model does not allow, or that contradicts the user's options.
+    `user_roles` has the roles as the user wrote them. Raises `ConfigError`, with the line, for a
+    layout that cannot be read, that the model does not allow, or that contradicts the user's
+    options.
     """
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.network_source import check_layout
 
     calls = list_planned_calls(experiment)
     plan.check_calls([call.name for call in calls])
-    before = experiment.call_meshes
+    meshes = experiment.call_meshes
     placed = experiment
     for call in calls:
         spec = experiment.roles[call.role]
-        where = f"{plan.locate(f'calls.{call.name}.layout')}: calls.{call.name}"
+        place = f"{plan.locate(f'calls.{call.name}.layout')}: calls.{call.name}"
         sharded = call.trains and spec.zero_stage != 0
         mesh = plan_file.parse_call_mesh(plan, call.name, sharded=sharded)
         try:
@@ -161,12 +162,12 @@ def place_by_plan(
             if spec.path and spec.backend != "hf" and checks.read_model_config(spec):
                 check_layout(spec, mesh.layout, read_config(spec.path, spec.type)[1])
         except ConfigError as error:
-            raise ConfigError(f"{where}.{error}") from None
-        option = _name_fixing_option(call, given[call.role])
-        if option is not None and mesh != before[call.name]:
+            raise ConfigError(f"{place}.{error}") from None
+        option = _name_fixing_option(call, user_roles[call.role])
+        if option is not None and mesh != meshes[call.name]:
             raise ConfigError(
-                f"{where} is {plan.calls[call.name]}, and {option} sets {before[call.name]}; change "
-                f"one of them, or leave {option.partition('=')[0]} out"
+                f"{place} is {plan.calls[call.name]}, and {option} sets {meshes[call.name]}; "
+                f"change one of them, or leave {option.partition('=')[0]} out"
             )
         if option is None:
             ranks = ",".join(map(str, mesh.ranks))
@@ -178,17 +179,17 @@ def place_by_plan(
     return placed
 
 
-def _name_fixing_option(call: MFCDef, given: ModelSpec) -> str | None:
+def _name_fixing_option(call: MFCDef, user_spec: ModelSpec) -> str | None:
     """Return the option by which the user has placed a call, with its value, or None."""
     for name in ("layout", "device_mesh"):
         if getattr(call, name) is not None:
             return f"{call.name}.{name}={getattr(call, name)}"
-    if given.layout is not None:
-        return f"{call.role}.layout={given.layout}"
-    if given.parallel != ParallelSpec():
+    if user_spec.layout is not None:
+        return f"{call.role}.layout={user_spec.layout}"
+    if user_spec.parallel != ParallelSpec():
         return f"{call.role}.parallel"
-    if placement.is_placed(given):
-        return f"{call.role}.backend={given.backend}"
+    if placement.is_placed(user_spec):
+        return f"{call.role}.backend={user_spec.backend}"
     return None
 
 
@@ -234,14 +235,14 @@ def find_reason_to_plan_again(saved: PlacementPlan, facts: PlanFacts, device: st
 
     `facts` and `device` describe the run now.
     """
-    before = saved.facts
-    if before.devices is not None and before.devices != facts.devices:
+    saved_facts = saved.facts
+    if saved_facts.devices is not None and saved_facts.devices != facts.devices:
         return (
-            f"saved on {before.devices:,} device{'s' * (before.devices > 1)} with "
+            f"saved on {saved_facts.devices:,} device{'s' * (saved_facts.devices > 1)} with "
             f"{saved.describe_calls()}, now {facts.devices:,}"
         )
     kind = saved.estimates.get("device")
     if None not in (kind, device) and kind != device:
         return f"saved on {kind} with {saved.describe_calls()}, now {device}"
-    differences = before.list_differences(facts)
+    differences = saved_facts.list_differences(facts)
     return f"saved for {differences[0][1]}" if differences else ""

@@ -39,13 +39,17 @@ class HostFunctionBuilder:
 
     @classmethod
     def from_function(
-        cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
+        cls,
+        host_class: Callable[..., Any],
+        function: Callable[..., Any],
+        name: str,
+        **extra_arguments: Any,
     ) -> HostFunctionBuilder:
         """Return a builder that wraps a plain Python function in a host function.
 
-        `kind` is the class of the host function, and `more` are additional keyword arguments of its
-        constructor. `name` is the name under which `function` is registered. Raises `ConfigError`
-        if `function` has `*args`, `**kwargs` or positional-only parameters.
+        `host_class` is the class of the host function, and `extra_arguments` are additional keyword
+        arguments of its constructor. `name` is the name under which `function` is registered.
+        Raises `ConfigError` if `function` has `*args`, `**kwargs` or positional-only parameters.
         """
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -54,7 +58,11 @@ class HostFunctionBuilder:
                 f"*, ** and /"
             )
         return cls(
-            kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more
+            host_class,
+            function,
+            name,
+            tuple(p.name for p in parameters if p.default is p.empty),
+            extra_arguments,
         )
 
     def build(self, args: Mapping[str, Any]) -> Any:
@@ -118,16 +126,18 @@ class AdvantageFunction(StatelessHostFunction):
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
         # Call the function.
-        own: dict[str, Any] = {
+        fixed_inputs: dict[str, Any] = {
             "group": rows.group,
             "lengths": rows.lengths,
             "mask": rows.mask,
             "context": context,
         }
-        given = {}
+        arguments = {}
         for name in self.input_names:
-            given[name] = own[name] if name in own else rows.read_tokens_or_sequences(name)
-        values: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
+            arguments[name] = (
+                fixed_inputs[name] if name in fixed_inputs else rows.read_tokens_or_sequences(name)
+            )
+        values: Vector = np.asarray(self.function(**arguments, **self.options), dtype=np.float64)
         # Check the result, and expand it to tokens.
         if self.per == "completion":
             count = len(rows.lengths)
@@ -139,21 +149,21 @@ class AdvantageFunction(StatelessHostFunction):
                 f"return one number per {self.per}, "
                 f"{count} here (register_advantage(.., per=..))"
             )
-        if "rewards" in given:
-            context.record("reward", float(np.mean(given["rewards"])))
+        if "rewards" in arguments:
+            context.record("reward", float(np.mean(arguments["rewards"])))
         context.record("advantage_std", float(values.std()))
-        each = np.repeat(values, rows.lengths) if self.per == "completion" else values
-        advantages = np.where(rows.mask != 0.0, each, 0.0)
+        token_values = np.repeat(values, rows.lengths) if self.per == "completion" else values
+        advantages = np.where(rows.mask != 0.0, token_values, 0.0)
         self._check_size(advantages, rows)
         return rows.build_token_sample(advantages=advantages)
 
     def _check_size(self, advantages: Vector, rows: CompletionRows) -> None:
         """Raise `UserError` if an advantage is NaN, or is so large that the loss would overflow."""
-        wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
-        if len(wrong):
-            completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
+        invalid = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
+        if len(invalid):
+            completion = int(np.searchsorted(np.cumsum(rows.lengths), invalid[0], side="right"))
             raise UserError(
-                f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a "
+                f"{self.function.__name__} returned the advantage {advantages[invalid[0]]:g} for a "
                 f"completion of "
                 f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of absolute "
                 f"value at most {MOST_REWARD:g}, or the loss is not finite"
@@ -186,7 +196,7 @@ def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -
     """Return the values for one parameter of a filter function, with one entry per id.
 
     If `name`, the parameter's name, is "context", each entry is `context`. Otherwise, the values
-    are those of the key or data column `name` in the batch. Raises `DataError` if the batch has
+    come from the key or data column `name` of the batch. Raises `DataError` if the batch has
     neither.
     """
     if name == "context":
@@ -199,8 +209,8 @@ def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -
         return np.split(values, ends[1:-1])
     if name in batch.metadata:
         return batch.metadata[name]
-    held = ", ".join([*batch.data, *batch.metadata]) or "none"
+    available = ", ".join([*batch.data, *batch.metadata]) or "none"
     raise DataError(
         f"a filter reads {name!r}, which is neither a key of its node nor a column; available: "
-        f"{held}"
+        f"{available}"
     )

@@ -64,19 +64,19 @@ class RewardWorker:
         The process gets this process's `sys.path`, so that the same modules can be imported.
         Returns without waiting for the imports.
         """
-        ours, theirs = multiprocessing.Pipe()
+        parent_end, child_end = multiprocessing.Pipe()
         # An empty PYTHONPATH is left out: an empty entry would mean the working directory.
         paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
+        with child_end:
             process = subprocess.Popen(
-                [sys.executable, "-m", "weft.host._worker", str(theirs.fileno())],
+                [sys.executable, "-m", "weft.host._worker", str(child_end.fileno())],
                 stdin=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,
             )
-        ours.send((sys.path, list(targets)))
-        return cls(process, ours)
+        parent_end.send((sys.path, list(targets)))
+        return cls(process, parent_end)
 
     def compute(self, task: Task) -> RewardReply:
         """Send a task to the worker, wait for the reply and return it.
@@ -110,7 +110,7 @@ class RewardWorker:
 class RewardWorkerThread:
     """Manager of one worker process: it starts the worker, sends it queued tasks, and kills it.
 
-    The method `serve` runs in a thread of its own. `lock` guards the fields that other threads also
+    The method `serve` runs in a separate thread. `lock` guards the fields that other threads also
     use; `start_lock` is held while the worker starts.
     """
 
@@ -139,8 +139,8 @@ class RewardWorkerThread:
 
     def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
         """Run queued jobs on the worker until the queue yields None, then kill the worker."""
-        while (taken := jobs.get()) is not None:
-            task, job = taken
+        while (entry := jobs.get()) is not None:
+            task, job = entry
             with self.lock:
                 self.job = job
             if not job.set_running_or_notify_cancel():
@@ -235,9 +235,12 @@ class RewardPool:
     def __post_init__(self) -> None:
         for _ in range(self.size):
             self._worker_threads.append(RewardWorkerThread())
-        for lane in self._worker_threads:
-            given = self._jobs, self.targets  # not the pool: a reference to it would keep it alive
-            threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
+        for worker_thread in self._worker_threads:
+            # The arguments do not include the pool, since a reference would keep it alive.
+            arguments = (self._jobs, self.targets)
+            threading.Thread(
+                target=worker_thread.serve, args=arguments, name="weft-reward", daemon=True
+            ).start()
         weakref.finalize(self, _stop_threads, self._worker_threads, self._jobs)
 
     def close(self) -> None:
@@ -246,18 +249,20 @@ class RewardPool:
         The pool can still be used afterwards: submitting a task starts new workers.
         """
         _cancel_queued_jobs(self._jobs)
-        for lane in self._worker_threads:
-            lane.stop()
+        for worker_thread in self._worker_threads:
+            worker_thread.stop()
 
     def start(self) -> None:
         """Start all workers that are not running.
 
         Raises `UserError` if a function cannot be imported.
         """
-        absent = [lane for lane in self._worker_threads if lane.worker is None]
-        if absent:
-            with ThreadPoolExecutor(len(absent)) as starts:
-                list(starts.map(lambda lane: lane.start(self.targets), absent))
+        stopped = [
+            worker_thread for worker_thread in self._worker_threads if worker_thread.worker is None
+        ]
+        if stopped:
+            with ThreadPoolExecutor(len(stopped)) as executor:
+                list(executor.map(lambda worker_thread: worker_thread.start(self.targets), stopped))
 
     def submit(self, task: Task) -> Future[RewardReply]:
         """Queue a task for the next free worker, and return a future for the reply."""
@@ -272,8 +277,8 @@ class RewardPool:
         """
         for reply in replies:
             if not reply.cancel():
-                for lane in self._worker_threads:
-                    lane.stop(reply)
+                for worker_thread in self._worker_threads:
+                    worker_thread.stop(reply)
 
     def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
         """Wait at most `seconds` for the replies, and return them in the same order.
@@ -281,19 +286,21 @@ class RewardPool:
         Tasks that have not finished by then are cancelled, and their replies have the status
         "timeout".
         """
-        late = wait(replies, seconds).not_done
-        self.drop(late)
-        return [RewardReply("timeout") if reply in late else reply.result() for reply in replies]
+        unfinished = wait(replies, seconds).not_done
+        self.drop(unfinished)
+        return [
+            RewardReply("timeout") if reply in unfinished else reply.result() for reply in replies
+        ]
 
 
 def _cancel_queued_jobs(jobs: Jobs) -> None:
     with contextlib.suppress(queue.Empty):
-        while (waiting := jobs.get_nowait()) is not None:
-            waiting[1].cancel()
+        while (entry := jobs.get_nowait()) is not None:
+            entry[1].cancel()
 
 
-def _stop_threads(lanes: list[RewardWorkerThread], jobs: Jobs) -> None:
+def _stop_threads(worker_threads: list[RewardWorkerThread], jobs: Jobs) -> None:
     _cancel_queued_jobs(jobs)
-    for lane in lanes:
+    for worker_thread in worker_threads:
         jobs.put(None)
-        lane.stop()
+        worker_thread.stop()

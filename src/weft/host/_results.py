@@ -59,8 +59,8 @@ class RewardResultCheck:
             and isinstance(result[1], Mapping)
             and all(isinstance(name, str) for name in result[1])
         ):
-            result, given = result
-            metrics = {name: _validate_metric(name, value) for name, value in given.items()}
+            result, raw_metrics = result
+            metrics = {name: _validate_metric(name, value) for name, value in raw_metrics.items()}
         if isinstance(result, (str, bytes, Mapping)) or not (
             isinstance(result, Sized) and isinstance(result, Iterable)
         ):
@@ -87,7 +87,7 @@ class RewardResultCheck:
                     "None for tokens without a reward",
                     index,
                 )
-            return [_validate_number(each, index) for each in value]
+            return [_validate_number(reward, index) for reward in value]
         if isinstance(value, (Mapping, list, tuple)):
             raise InvalidRewardResult(
                 f"it returned a {type(value).__name__} for a completion; return a number, or set "
@@ -135,8 +135,11 @@ def _validate_number(value: Any, index: int) -> float | None:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
-        raise InvalidRewardResult(f"it returned {what}", index) from None
+        raise InvalidRewardResult(
+            f"it returned {value!r} ({type(value).__name__}); return a number, or None where the "
+            f"reward does not apply",
+            index,
+        ) from None
     if not math.isfinite(number):
         raise InvalidRewardResult(
             f"it returned {number}; return a finite number, or None where the reward does not "

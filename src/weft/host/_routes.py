@@ -91,9 +91,10 @@ class RewardRoutes:
         if self.column is None:
             return [self.default_route] * len(ids)
         if self.column not in columns:
-            held = ", ".join(sorted(columns)) or "none"
+            available = ", ".join(sorted(columns)) or "none"
             raise DataError(
-                f"reward_column={self.column!r} is not a column; the dataset's columns are: {held}"
+                f"reward_column={self.column!r} is not a column; the dataset's columns are: "
+                f"{available}"
             )
         routes: list[RewardRoute] = []
         for value, id in zip(columns[self.column], ids, strict=True):
@@ -128,13 +129,13 @@ class RewardRoutes:
                         f"reward: {part.name!r} is not a verifier; a row can name registered "
                         f"verifiers only"
                     )
-                barred = []
+                forbidden = []
                 for name in FORBIDDEN_ROW_OPTIONS.get(part.name, ()):
                     if name in part.args:
-                        barred.append(name)
-                if barred:
+                        forbidden.append(name)
+                if forbidden:
                     raise ConfigError(
-                        f"reward: a row must not set {', '.join(barred)} of {part.name!r}"
+                        f"reward: a row must not set {', '.join(forbidden)} of {part.name!r}"
                     )
                 locate(part)
         except ConfigError as error:
@@ -143,9 +144,11 @@ class RewardRoutes:
             ) from None
         # Look up the functions; each verifier can appear once.
         names = [part.name for part in parts]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise DataError(f"{id}: column {self.column!r} names {twice[0]!r} twice; list it once")
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise DataError(
+                f"{id}: column {self.column!r} names {repeated[0]!r} twice; list it once"
+            )
         return RewardRoute(
             tuple(
                 RoutedFunction(self._by_name[part.name], part.weight, part.args) for part in parts
@@ -229,26 +232,26 @@ class CompletionTexts:
         for g in dict.fromkeys(groups):
             texts[g] = self.tokenizer.decode(self.prompt_ids[g], skip_special=True)
         completions = []
-        for prompt, each in zip(prompts, ids, strict=True):
-            completions.append(self.tokenizer.decode_after(prompt, each, True))
+        for prompt, token_ids in zip(prompts, ids, strict=True):
+            completions.append(self.tokenizer.decode_after(prompt, token_ids, True))
         return [texts[g] for g in groups], completions, ids, columns
 
     def spread_over_tokens(
-        self, place: int, value: Sequence[float | None] | Mapping[int, float]
+        self, position: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """Return the reward of each token of the completion with the index `place`, float64 [L].
+        """Return the reward of each token of the completion with the index `position`, float64 [L].
 
         Tokens without a reward get NaN. `value` is either a list with one number or None per token,
         or a mapping from the end of each step (a character offset in the completion) to the step's
         reward. The reward of a step goes to the last token of the step.
         """
-        ids = self.completion_ids[place]
+        ids = self.completion_ids[position]
         if not isinstance(value, Mapping):
-            return np.array([np.nan if each is None else each for each in value])
+            return np.array([np.nan if reward is None else reward for reward in value])
         ends = sorted(value)
         token_rewards = np.full(len(ids), np.nan)
         for index, end in zip(
-            find_step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends),
+            find_step_tokens(self.tokenizer, self.prompt_ids[self.group[position]], ids, ends),
             ends,
             strict=True,
         ):

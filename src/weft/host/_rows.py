@@ -65,10 +65,10 @@ class CompletionRows:
         values = self.read_sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
         if len(large):
-            at = int(large[0])
+            index = int(large[0])
             raise DataError(
-                f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; "
-                f"the absolute value of a reward must be at most "
+                f"{self.batch.ids[int(self.group[index])]}: a completion's reward is "
+                f"{values[index]:g}; the absolute value of a reward must be at most "
                 f"{MOST_REWARD:g}, or the loss is not finite: check the reward model, "
                 f"or scale its scores"
             )
@@ -80,9 +80,10 @@ class CompletionRows:
         Raises `DataError` if the batch does not have the key.
         """
         if key not in self.batch.data:
-            held = ", ".join(self.batch.data) or "none"
+            available = ", ".join(self.batch.data) or "none"
             raise DataError(
-                f"there is no key {key!r}; the node reads: {held}; add it to the node's input_keys"
+                f"there is no key {key!r}; the node reads: {available}; add it to the "
+                f"node's input_keys"
             )
         if (self.batch.lengths[key] == 1).all():
             return self.read_sequences(key)
@@ -105,8 +106,8 @@ class CompletionRows:
         else:
             mask = np.ones(int(self.lengths.sum()))
         if "prompt" in self.batch.lengths:
-            alone = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
-            mask[compute_starts(self.lengths)[alone & (self.lengths > 0)]] = 0.0
+            has_no_prompt = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
+            mask[compute_starts(self.lengths)[has_no_prompt & (self.lengths > 0)]] = 0.0
         return mask
 
     def sum_tokens(self, key: str) -> Vector:
@@ -119,13 +120,13 @@ class CompletionRows:
     def build_sequence_sample(self, **keys: Vector) -> SequenceSample:
         """Return a sample with the given keys in float32, each with one value per completion."""
         return self.batch.one_per(
-            "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
+            "completion", **{key: values.astype(np.float32) for key, values in keys.items()}
         )
 
     def build_token_sample(self, **keys: Vector) -> SequenceSample:
         """Return a sample with the given keys in float32, each with one value per completion token."""
         return self.batch.like(
-            "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
+            "completion", **{key: values.astype(np.float32) for key, values in keys.items()}
         )
 
 

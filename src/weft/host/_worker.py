@@ -30,7 +30,7 @@ from weft.registry import import_user_code
 # ("ok", value, None), or ("error", message, index of the completion or None)
 WorkerAnswer = tuple[str, Any, int | None]
 POSITIONAL = 2  # number of positional arguments of a reward function: prompts, completions
-SHOWN_FRAMES = 4  # number of frames, from the last one, that a message shows of a traceback
+SHOWN_FRAMES = 4  # number of frames of a traceback that a message shows, from the last one
 
 
 def main(descriptor: int) -> None:
@@ -62,17 +62,19 @@ def main(descriptor: int) -> None:
     loop = asyncio.new_event_loop()
     while True:
         try:
-            index, prompts, completions, ids, columns, own = connection.recv()
+            index, prompts, completions, ids, columns, row_arguments = connection.recv()
         except EOFError:
             return
-        given = (
+        arguments = (
             merge_arguments(functions[index], targets[index], columns)
-            | own
+            | row_arguments
             | {"completion_ids": ids}
         )
         expected = RewardResultCheck(completions, ids, targets[index].by_token)
         connection.send(
-            _call_and_catch(call_reward_function, functions[index], loop, prompts, expected, given)
+            _call_and_catch(
+                call_reward_function, functions[index], loop, prompts, expected, arguments
+            )
         )
 
 
@@ -132,12 +134,12 @@ def load(target: RewardTarget) -> Callable[..., Any]:
             f"{target.attribute!r} is of type {type(function).__name__}, not a function"
         )
     reward_function: Callable[..., Any] = function
-    taken = inspect.signature(reward_function).parameters.values()
+    parameters = inspect.signature(reward_function).parameters.values()
     unknown = []
     for name in target.args:
-        if name not in {p.name for p in taken}:
+        if name not in {p.name for p in parameters}:
             unknown.append(name)
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise InvalidRewardResult(f"it takes no argument {', '.join(map(repr, unknown))}")
     return reward_function
 
@@ -152,7 +154,6 @@ def merge_arguments(
     """
     options: set[str] = set()
     if target.verifier:
-        options = set()
         for p in inspect.signature(function).parameters.values():
             if p.default is not p.empty:
                 options.add(p.name)
@@ -166,14 +167,14 @@ def call_reward_function(
     loop: asyncio.AbstractEventLoop,
     prompts: Sequence[str],
     expected: RewardResultCheck,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> tuple[list[Value], dict[str, float]]:
     """Call a reward function on some completions, and return its validated rewards and metrics.
 
-    `expected` holds the completions and validates the result. `given` holds the keyword arguments.
-    If the function is async, its coroutine is run to completion in `loop`.
+    `expected` holds the completions and validates the result. `arguments` holds the keyword
+    arguments. If the function is async, its coroutine is run to completion in `loop`.
     """
-    result = function(prompts, expected.texts, **select_accepted_columns(function, given))
+    result = function(prompts, expected.texts, **select_accepted_columns(function, arguments))
     if inspect.isawaitable(result):
         result = loop.run_until_complete(_await_result(result))
     return expected.validate(result)
@@ -196,9 +197,9 @@ def select_accepted_columns(
         if p.default is p.empty and p.name not in columns and p.kind in NAMED_PARAMETER_KINDS:
             missing.append(p.name)
     if missing:
-        held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
+        available = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
         raise InvalidRewardResult(
-            f"it needs {', '.join(map(repr, missing))}, but the dataset's columns are: {held}"
+            f"it needs {', '.join(map(repr, missing))}, but the dataset's columns are: {available}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(columns)

@@ -105,7 +105,7 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
         mask = rows.mask
         finished = rows.read_sequences("finished")
         kl = self._compute_kl_penalty(rows, mask, context)
-        values, after = self._read_values(rows)
+        values, final_values = self._read_values(rows)
         ended = (finished != 0.0) | (self.options.truncated == "score")
         rewards = self._compute_token_rewards(rows, mask, kl, ended, context)
 
@@ -113,7 +113,7 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
         # skipped and take no time step.
         trained = mask != 0.0
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
-        last_values = np.where(ended, 0.0, after)
+        last_values = np.where(ended, 0.0, final_values)
         if self.options.whiten_rewards:
             rewards = whiten(rewards, trained.astype(np.float64), shift_mean=False)
         estimates = compute_gae(
@@ -206,9 +206,11 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
         )
         rewards = by_token * self.options.reward_output_scaling - penalty
         last = _find_last_trained(mask, rows.lengths)
-        held = last >= 0
+        is_trained = last >= 0
         np.add.at(
-            rewards, last[held], np.where(ended, outcome, -self.options.missing_eos_penalty)[held]
+            rewards,
+            last[is_trained],
+            np.where(ended, outcome, -self.options.missing_eos_penalty)[is_trained],
         )
         context.record("reward", float(raw.mean()))
         context.record("reward_after_kl", float(compute_segment_sums(rewards, rows.lengths).mean()))
@@ -267,7 +269,7 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
     the KL penalty of each token is subtracted from the advantages of this token and of all tokens
     before it (REINFORCE++).
 
-    With `pass_k` = k, the advantages are those for maximising pass@k, the probability that at least
+    With `pass_k` = k, the advantages maximise pass@k, the probability that at least
     one of k completions of a prompt passes; `baseline` and `scale` are not used. A completion
     passes if its reward is above `pass_reward`. With `part_weights`, the rewards of each reward
     function are normalised separately and then added up with these weights (GDPO). With
@@ -314,7 +316,7 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
         trained = (mask != 0.0).astype(np.float64)
         if self.options.mask_truncated:
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
-        # Split the rewards of steps off from those of completions.
+        # Separate the rewards of steps from the rewards of completions.
         if "token_rewards" in batch.data:
             by_token = rows.read_tokens("token_rewards")
         else:
@@ -330,12 +332,14 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
         else:
             penalty = np.zeros_like(mask)
         if self.options.baseline == "none":
-            charged = np.zeros(len(raw))
+            completion_penalties = np.zeros(len(raw))
         else:
-            charged = compute_segment_sums(penalty, rows.lengths)
-        each = self._compute_completion_advantages(rows, raw, finished, charged, context)
-        context.record("advantage_std", float(each.std()))
-        advantages = np.repeat(each, rows.lengths)
+            completion_penalties = compute_segment_sums(penalty, rows.lengths)
+        completion_advantages = self._compute_completion_advantages(
+            rows, raw, finished, completion_penalties, context
+        )
+        context.record("advantage_std", float(completion_advantages.std()))
+        advantages = np.repeat(completion_advantages, rows.lengths)
         if self.options.baseline == "none":
             advantages = advantages - compute_discounted_sums(penalty, rows.lengths, 1.0)
         if by_token is not None:
@@ -356,13 +360,13 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
         rows: CompletionRows,
         raw: Vector,
         finished: Vector,
-        charged: Vector,
+        kl_penalties: Vector,
         context: HostContext,
     ) -> Vector:
         """Return one advantage per completion, [S].
 
         The three vectors also have one value per completion. `raw` is the reward before shaping,
-        `finished` is 0 if the completion was truncated, and `charged` is the KL penalty to
+        `finished` is 0 if the completion was truncated, and `kl_penalties` is the KL penalty to
         subtract.
         """
         overlong = self._compute_overlong_penalty(rows.lengths)
@@ -377,29 +381,29 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
             )
             return compute_pass_at_k_advantages(passed, group, self.options.pass_k)
         if self.options.part_weights is not None:
-            penalties = overlong - charged - self.options.missing_eos_penalty * (finished == 0.0)
+            penalties = (
+                overlong - kl_penalties - self.options.missing_eos_penalty * (finished == 0.0)
+            )
             parts = to_host_array(rows.batch.data["reward_parts"]).astype(np.float64)
             return compute_decoupled_advantages(
                 np.column_stack([parts, penalties]),
                 np.array([*self.options.part_weights, 1.0]),
                 group,
             )
-        rewards = shape_rewards(self.options, raw, finished, context) + overlong - charged
-        given = (
-            self._compute_baseline_rewards(rows, context)
-            if self.options.baseline == "given"
-            else None
-        )
+        rewards = shape_rewards(self.options, raw, finished, context) + overlong - kl_penalties
+        baseline_rewards = None
+        if self.options.baseline == "given":
+            baseline_rewards = self._compute_baseline_rewards(rows, context)
         lengths = compute_segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
-        each = scale_advantages(
-            subtract_baseline(rewards, group, self.options.baseline, given, lengths),
+        advantages = scale_advantages(
+            subtract_baseline(rewards, group, self.options.baseline, baseline_rewards, lengths),
             rewards,
             group,
             self.scale,
         )
         if self.options.rescale_informative:
-            return each * compute_informative_factor(rewards, group)
-        return each
+            return advantages * compute_informative_factor(rewards, group)
+        return advantages
 
     def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
         """Return, for each completion, the shaped reward of its prompt's baseline completion, [S].

@@ -163,18 +163,20 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
 
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """
-    thing = functions.get(name)
-    if isinstance(thing, ShortHostFunction):
-        return thing.build(args)
-    is_class = inspect.isclass(thing)
-    if is_class and issubclass(thing, ConfiguredHostFunction):
-        check_arguments(f"host function {name!r}", thing.options_class, args, given=0)
-        return thing(thing.options_class(**args))
-    check_arguments(f"host function {name!r}", thing, args, given=0 if is_class else 2)
-    host_function = thing(**args) if is_class else PlainFunction(thing, dict(args))
+    registered = functions.get(name)
+    if isinstance(registered, ShortHostFunction):
+        return registered.build(args)
+    is_class = inspect.isclass(registered)
+    if is_class and issubclass(registered, ConfiguredHostFunction):
+        check_arguments(f"host function {name!r}", registered.options_class, args, num_positional=0)
+        return registered(registered.options_class(**args))
+    check_arguments(
+        f"host function {name!r}", registered, args, num_positional=0 if is_class else 2
+    )
+    host_function = registered(**args) if is_class else PlainFunction(registered, dict(args))
     if not isinstance(host_function, HostCallable):
         raise ConfigError(
-            f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or "
+            f"host function {name!r}: {registered.__name__} lacks __call__, state_dict or "
             f"load_state_dict; "
             "derive a class without state from weft.host.base.StatelessHostFunction"
         )
@@ -182,35 +184,35 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
 
 
 def check_arguments(
-    what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int
+    label: str, target: Callable[..., Any], args: Mapping[str, Any], num_positional: int
 ) -> None:
-    """Raise `ConfigError` if `args` has an argument unknown to `thing`, or lacks a required one.
+    """Raise `ConfigError` if `args` has an argument unknown to `target`, or lacks a required one.
 
-    The first `given` parameters of `thing` are positional and are not checked. `what` names `thing`
-    in the error message.
+    The first `num_positional` parameters of `target` are positional and are not checked. `label`
+    names `target` in the error message.
     """
-    parameters = list(inspect.signature(thing).parameters.values())[given:]
-    takes = []
+    parameters = list(inspect.signature(target).parameters.values())[num_positional:]
+    accepted = []
     for p in parameters:
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            takes.append(p.name)
+            accepted.append(p.name)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        takes += [name for name in args if name not in takes]
+        accepted += [name for name in args if name not in accepted]
     for name in args:
-        if name not in takes:
-            close = find_nearest(name, takes)
+        if name not in accepted:
+            close = find_nearest(name, accepted)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
-                hint = f"it takes {', '.join(takes) or 'none'}"
-            raise ConfigError(f"{what} has no argument {name!r}; {hint}")
+                hint = f"it takes {', '.join(accepted) or 'none'}"
+            raise ConfigError(f"{label} has no argument {name!r}; {hint}")
     missing = []
     for p in parameters:
-        if p.name in takes and p.default is p.empty and p.name not in args:
+        if p.name in accepted and p.default is p.empty and p.name not in args:
             missing.append(p.name)
     if missing:
         raise ConfigError(
-            f"{what} needs the argument {', '.join(map(repr, missing))}; set it in args"
+            f"{label} needs the argument {', '.join(map(repr, missing))}; set it in args"
         )
 
 
@@ -219,7 +221,8 @@ def record_rewards(
 ) -> None:
     """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std`.
 
-    They are described in `weft.host.reward.RewardFunction`. `group` [S] is the index of each completion's prompt.
+    They are described in `weft.host.reward.RewardFunction`. `group` [S] is the index of each
+    completion's prompt.
     """
     if (np.bincount(group) < 2).all():
         group = np.zeros_like(group)

@@ -1,7 +1,8 @@
 """Host functions of losses on labelled completions: BCO's reward shift, and KTO's z0.
 
 The shift is a running midpoint of desirable and undesirable rewards. z0 is the KL divergence from
-the reference on mismatched completions."""
+the reference on mismatched completions.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +53,10 @@ class BCOShift:
         rows = CompletionRows(batch)
         rewards = self.beta * (rows.sum_tokens("old_logprobs") - rows.sum_tokens("ref_logprobs"))
         desirable = rows.read_sequences("label") > 0.5
-        for side in range(2):
-            own = rewards[desirable == bool(side)]
-            self.sums[side] += float(own.sum())
-            self.counts[side] += len(own)
+        for label in range(2):
+            label_rewards = rewards[desirable == bool(label)]
+            self.sums[label] += float(label_rewards.sum())
+            self.counts[label] += len(label_rewards)
         means = []
         for total, count in zip(self.sums, self.counts, strict=True):
             if count:
@@ -82,9 +83,9 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
     way, but within each micro-batch; weft forms them over the whole batch. A batch of one prompt,
     such as the last batch of an epoch, has no mismatched completions, so the mask and z0 are 0.
     """
-    keys = {"completion": "kl_completion"} | (
-        {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}
-    )
+    keys = {"completion": "kl_completion"}
+    if "loss_mask" in batch.data:
+        keys["loss_mask"] = "kl_mask"
     rolled = batch.select(ids=[*batch.ids[1:], batch.ids[0]], keys=keys).remap_keys(keys)
     mask = torch.ones(rolled.num_tokens("kl_completion"))
     if "kl_mask" in rolled.data:

@@ -60,13 +60,13 @@ def split_base_url(
     return parts
 
 
-def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
+def read_api_key(option: str, variable: str | None, default_variable: str) -> str | None:
     """Return the API key in the environment variable `variable`.
 
-    Returns None if `variable` is empty, or if it is the default variable `usual` and is not set.
-    Raises `ConfigError` if any other variable is not set, and if the variable's name or the key is
-    invalid. The messages name `option`, the option that sets `variable`. They never show `variable`
-    itself, because it could be a key that was written there by mistake.
+    Returns None if `variable` is empty, or if it is the default variable `default_variable` and is
+    not set. Raises `ConfigError` if any other variable is not set, and if the variable's name or
+    the key is invalid. The messages name `option`, the option that sets `variable`. They never show
+    `variable` itself, because it could be a key that was written there by mistake.
     """
     if not variable:
         return None
@@ -77,7 +77,7 @@ def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
         )
     key = os.environ.get(variable, "").strip()
     name = option.rpartition(" ")[2]
-    if not key and variable != usual:
+    if not key and variable != default_variable:
         raise ConfigError(
             f"{option} names an environment variable that is not set; export it, or set {name} to "
             f"null to send no key"

@@ -81,8 +81,8 @@ def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Ind
         np.stack([rows.group, comparison], axis=-1), axis=0, return_counts=True
     )
     if not paired or (counts != 2).any():
-        odd = names[counts != 2][:1]
-        id = batch.ids[int(odd[0, 0])] if len(odd) else batch.ids[0]
+        unpaired = names[counts != 2][:1]
+        id = batch.ids[int(unpaired[0, 0])] if len(unpaired) else batch.ids[0]
         raise DataError(
             f"{id}: aot and aot_unpaired compare a better with a worse completion, so each "
             f"completion must be in exactly one pair; "

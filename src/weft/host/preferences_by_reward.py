@@ -87,10 +87,10 @@ def _check_rewards(
             "one here; set "
             "samples_per_prompt to 2 or more"
         )
-    wrong = np.flatnonzero(~np.isfinite(rewards))
-    if len(wrong):
+    invalid = np.flatnonzero(~np.isfinite(rewards))
+    if len(invalid):
         raise DataError(
-            f"{batch.ids[int(rows.group[wrong[0]])]}: a completion's reward is "
-            f"{rewards[wrong[0]]}, which cannot be ranked; "
+            f"{batch.ids[int(rows.group[invalid[0]])]}: a completion's reward is "
+            f"{rewards[invalid[0]]}, which cannot be ranked; "
             "check the reward model"
         )

@@ -146,13 +146,15 @@ class RewardFunction(ConfiguredHostFunction):
         # Add up the weighted rewards; each call has one reply per function of its route.
         sums = RewardSums(texts, self.routes.labels)
         for call in calls:
-            for use, reply in zip(
+            for function, reply in zip(
                 call.route.functions, islice(replies, len(call.route.functions)), strict=True
             ):
-                names = [texts.names[place] for place in call.positions]
-                values, metrics = self._read_reply(reply, self.routes.labels[use.target], names)
-                sums.add(use.target, use.weight, call.positions, values)
-                sums.add_metrics(use.target, metrics)
+                names = [texts.names[position] for position in call.positions]
+                values, metrics = self._read_reply(
+                    reply, self.routes.labels[function.target], names
+                )
+                sums.add(function.target, function.weight, call.positions, values)
+                sums.add_metrics(function.target, metrics)
                 sums.timeouts += len(call.positions) if reply.status == "timeout" else 0
         rewards = self._add_scores(sums, batch, context)
         if self.options.on_timeout is not None:
@@ -164,15 +166,15 @@ class RewardFunction(ConfiguredHostFunction):
     def _build_sample(
         self, rewards: Vector, sums: RewardSums, batch: SequenceSample
     ) -> SequenceSample:
-        single = {"rewards": rewards}
+        columns = {"rewards": rewards}
         if self.options.keep_parts:
             if "scores" in batch.data:
                 scores = [to_host_array(batch.data["scores"])]
             else:
                 scores = []
-            single["reward_parts"] = np.column_stack([*sums.parts, *scores])
+            columns["reward_parts"] = np.column_stack([*sums.parts, *scores])
         sample = batch.one_per(
-            "completion", **{key: values.astype(np.float32) for key, values in single.items()}
+            "completion", **{key: values.astype(np.float32) for key, values in columns.items()}
         )
         if self.options.by_token:
             sample = sample.update(
@@ -205,44 +207,44 @@ class RewardFunction(ConfiguredHostFunction):
         """
         # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
-        rest: dict[RewardRoute, list[list[int]]] = {}
+        remaining: dict[RewardRoute, list[list[int]]] = {}
         for index, (id, route) in enumerate(
             zip(ids, self.routes.find_routes(texts.columns, ids), strict=True)
         ):
-            places = np.flatnonzero(texts.group == index).tolist()
-            begun = self._prefetched_calls.get(id)
-            if begun is not None and begun.inputs == texts.select_inputs(places):
-                calls.append(replace(self._prefetched_calls.pop(id), positions=places))
+            positions = np.flatnonzero(texts.group == index).tolist()
+            prefetched = self._prefetched_calls.get(id)
+            if prefetched is not None and prefetched.inputs == texts.select_inputs(positions):
+                calls.append(replace(self._prefetched_calls.pop(id), positions=positions))
             else:
-                rest.setdefault(route, []).append(places)
+                remaining.setdefault(route, []).append(positions)
         # Cancel the prefetched calls of this batch that were not used, and all that are too old.
         self._num_batches += 1
-        self._cancel_prefetched(
-            [
-                *ids,
-                *(
-                    id
-                    for id, call in list(self._prefetched_calls.items())
-                    if call.batches_before < self._num_batches - MAX_BATCHES_PREFETCHED
-                ),
-            ]
-        )
+        cancelled = list(ids)
+        for id, call in list(self._prefetched_calls.items()):
+            if call.batches_before < self._num_batches - MAX_BATCHES_PREFETCHED:
+                cancelled.append(id)
+        self._cancel_prefetched(cancelled)
         # Submit the remaining prompts in chunks.
-        left = sum(len(prompts) for prompts in rest.values())
-        size = self.options.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
-        for route, prompts in rest.items():
+        num_remaining = sum(len(prompts) for prompts in remaining.values())
+        size = self.options.chunk_size or max(
+            1, -(-num_remaining // (self.pool.size * CALLS_PER_WORKER))
+        )
+        for route, prompts in remaining.items():
             chunks = (prompts[n : n + size] for n in range(0, len(prompts), size))
             for chunk in chunks:
                 calls.append(self._submit(texts, list(chain.from_iterable(chunk)), route))
         return calls
 
     def _submit(
-        self, texts: CompletionTexts, places: list[int], route: RewardRoute
+        self, texts: CompletionTexts, positions: list[int], route: RewardRoute
     ) -> PendingRewardCall:
-        task = texts.build_task(places)
-        replies = [self.pool.submit((use.target, *task, use.args)) for use in route.functions]
+        task = texts.build_task(positions)
+        replies = [
+            self.pool.submit((function.target, *task, function.args))
+            for function in route.functions
+        ]
         return PendingRewardCall(
-            places, route, texts.select_inputs(places), replies, self._num_batches
+            positions, route, texts.select_inputs(positions), replies, self._num_batches
         )
 
     def _cancel_prefetched(self, ids: Iterable[str]) -> None:
@@ -264,27 +266,25 @@ class RewardFunction(ConfiguredHostFunction):
             values, metrics = reply.value
             return values, metrics
         failed_names = names if reply.index is None else [names[reply.index]]
-        where = ", ".join(failed_names[:MAX_NAMES_SHOWN]) + (
-            f" and {len(failed_names) - MAX_NAMES_SHOWN} more"
-            if len(failed_names) > MAX_NAMES_SHOWN
-            else ""
-        )
+        listing = ", ".join(failed_names[:MAX_NAMES_SHOWN])
+        if len(failed_names) > MAX_NAMES_SHOWN:
+            listing += f" and {len(failed_names) - MAX_NAMES_SHOWN} more"
         if reply.status == "error":
-            raise UserError(f"reward {label!r} failed on {where}: {reply.value}")
+            raise UserError(f"reward {label!r} failed on {listing}: {reply.value}")
         if reply.status == "died" and reply.value >= 0:
             raise UserError(
-                f"reward {label!r} failed on {where}: it ended its process (exit code "
+                f"reward {label!r} failed on {listing}: it ended its process (exit code "
                 f"{reply.value}); return, or raise an error"
             )
         if reply.status == "died":
             raise RunError(
-                f"reward {label!r} failed on {where}: its process was killed by signal "
+                f"reward {label!r} failed on {listing}: its process was killed by signal "
                 f"{-reply.value}; it may need more memory"
             )
         if self.options.on_timeout is None:
             raise UserError(
                 f"reward {label!r} did not finish within reward_timeout_s={self.options.timeout_s:g} "
-                f"seconds on {where}; make it "
+                f"seconds on {listing}; make it "
                 "faster, raise reward_timeout_s, or set reward_on_timeout to the reward that such "
                 "completions get"
             )
@@ -307,11 +307,11 @@ class RewardFunction(ConfiguredHostFunction):
             context.record("reward/model", float(scores.mean()))
             return sums.total + self.options.scores_weight * scores
         names = sums.texts.names
-        without = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
-        if without:
+        unrewarded = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
+        if unrewarded:
             raise UserError(
-                f"no reward applies to {', '.join(without[:MAX_NAMES_SHOWN])} ({len(without)} of "
-                f"{len(names)} completions): "
+                f"no reward applies to {', '.join(unrewarded[:MAX_NAMES_SHOWN])} "
+                f"({len(unrewarded)} of {len(names)} completions): "
                 f"{', '.join(self.routes.labels)} returned None; add the columns that a reward "
                 f"needs to these rows, or add a reward function that applies to them"
             )
@@ -352,29 +352,35 @@ class RewardSums:
         self.metrics: dict[str, float] = {}
         self.timeouts = 0
 
-    def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
-        """Add the rewards that one call returned for the completions with the indices `places`.
+    def add(
+        self, part: int, weight: float, positions: Sequence[int], values: Sequence[Value]
+    ) -> None:
+        """Add the rewards that one call returned for the completions with the indices `positions`.
 
         `values` has one reward per completion. `part` is the index of the reward function.
         """
-        for place, value in zip(places, values, strict=True):
+        for position, value in zip(positions, values, strict=True):
             if value is None:
                 continue
             if isinstance(value, (int, float)):
-                self.parts[part, place] = value
+                self.parts[part, position] = value
             else:
-                self._add_tokens(part, weight, place, self.texts.spread_over_tokens(place, value))
-            if not np.isnan(self.parts[part, place]):
-                self.total[place] += weight * self.parts[part, place]
+                self._add_tokens(
+                    part, weight, position, self.texts.spread_over_tokens(position, value)
+                )
+            if not np.isnan(self.parts[part, position]):
+                self.total[position] += weight * self.parts[part, position]
 
-    def _add_tokens(self, part: int, weight: float, place: int, rewards: Vector) -> None:
+    def _add_tokens(self, part: int, weight: float, position: int, rewards: Vector) -> None:
         if np.isnan(rewards).all():
             return
-        self.parts[part, place] = np.nansum(rewards)
-        start = int(self.lengths[:place].sum())
-        there = self.by_token[start : start + len(rewards)]  # a view
-        given = ~np.isnan(rewards)
-        there[given] = np.nan_to_num(there[given]) + weight * rewards[given]
+        self.parts[part, position] = np.nansum(rewards)
+        start = int(self.lengths[:position].sum())
+        token_rewards = self.by_token[start : start + len(rewards)]  # a view
+        has_reward = ~np.isnan(rewards)
+        token_rewards[has_reward] = (
+            np.nan_to_num(token_rewards[has_reward]) + weight * rewards[has_reward]
+        )
 
     def add_metrics(self, part: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics that one call of the function with index `part` returned."""

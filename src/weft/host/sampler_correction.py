@@ -60,11 +60,11 @@ class SamplerCorrectionFunction(ConfiguredHostFunction):
         )
         trained = mask != 0.0
         trained_weights = weights[trained]
-        before = ratio[trained]
+        unbounded = ratio[trained]
         if len(trained_weights):
-            context.record("weight", float(before.mean()))
-            context.record("weight_max", float(before.max()))
-            context.record("bounded_fraction", float((trained_weights != before).mean()))
+            context.record("weight", float(unbounded.mean()))
+            context.record("weight_max", float(unbounded.max()))
+            context.record("bounded_fraction", float((trained_weights != unbounded).mean()))
             context.record(
                 "effective_fraction",
                 float(

@@ -23,12 +23,13 @@ class TeacherAdvantagesFunction(ConfiguredHostFunction):
     own reward and the later rewards in the completion, discounted by `discount` per token. Only
     trained tokens count.
 
-    - With `discount` 0, the advantage is the token's own reward. The expected gradient is that of
-      the KL at each position, with the preceding tokens held fixed. "On-Policy Distillation"
-      (Thinking Machines Lab 2025) does this.
-    - With `discount` 1, all later rewards count fully. The gradient is that of the KL between whole
-      completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv 2306.08543, section
-      2.2) does this. Its methods for reducing the variance are not implemented here.
+    - With `discount` 0, the advantage is the token's own reward. The expected gradient is the
+      gradient of the KL at each position, with the preceding tokens held fixed. "On-Policy
+      Distillation" (Thinking Machines Lab 2025) does this.
+    - With `discount` 1, all later rewards count fully. The gradient is the gradient of the KL
+    between whole completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv
+    2306.08543, section 2.2) does this. Its methods for reducing the variance are not implemented
+    here.
 
     Input keys, with one value per completion token:
 
@@ -63,15 +64,15 @@ class TeacherAdvantagesFunction(ConfiguredHostFunction):
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
         trained = rows.mask != 0.0
-        apart = (rows.read_tokens("logprobs") - rows.read_tokens("teacher_logprobs"))[trained]
+        log_ratios = (rows.read_tokens("logprobs") - rows.read_tokens("teacher_logprobs"))[trained]
         # Trained tokens only: tokens that the policy did not write are skipped and take no time
         # step.
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
-        trained_advantages = compute_discounted_sums(-apart, counts, self.options.discount)
-        if len(apart):
-            context.record("kl_k1", float(apart.mean()))
+        trained_advantages = compute_discounted_sums(-log_ratios, counts, self.options.discount)
+        if len(log_ratios):
+            context.record("kl_k1", float(log_ratios.mean()))
             context.record(
-                "kl_k1_per_completion", float(compute_segment_sums(apart, counts).mean())
+                "kl_k1_per_completion", float(compute_segment_sums(log_ratios, counts).mean())
             )
             context.record("advantage_std", float(trained_advantages.std()))
             if "teacher_top1" in batch.data:

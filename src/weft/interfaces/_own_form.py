@@ -52,12 +52,12 @@ def convert_to_own_tokens(
         ended = flag > 0 if flag is not None else bool(ids) and ids[-1] in stop_ids
         completions[int(index)].append((ids, ended))
     # Encode each id's prompt and completions with the role's tokenizer.
-    nothing = (None,) * batch.num_ids
-    given = [batch.metadata.get(name, nothing) for name in (MESSAGES, "tools", PLAIN_TEXT)]
+    absent = (None,) * batch.num_ids
+    columns = [batch.metadata.get(name, absent) for name in (MESSAGES, "tools", PLAIN_TEXT)]
     encoded = []
     left_out = list[list[str]]()
     for id, prompt, group, messages, tools, plain in zip(
-        batch.ids, batch.sequences("prompt"), completions, *given, strict=True
+        batch.ids, batch.sequences("prompt"), completions, *columns, strict=True
     ):
         texts = [
             (model.data_tokenizer.decode_after(prompt.tolist(), ids, True), ended)
@@ -95,8 +95,8 @@ def _encode_as_text(
     """
     completion_ids = []
     for text, ended in completions:
-        own = tokenizer.encode(text, bos=False)
-        completion_ids.append([*own, tokenizer.require_eos()] if ended else own)
+        ids = tokenizer.encode(text, bos=False)
+        completion_ids.append([*ids, tokenizer.require_eos()] if ended else ids)
     return tokenizer.encode(prompt), completion_ids
 
 
@@ -145,16 +145,18 @@ def _render_as_turns(
     """
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)
-    wholes = []
-    for whole, ended in completions:
-        text = whole.removeprefix(before)
+    conversations = []
+    for completion, ended in completions:
+        text = completion.removeprefix(before)
         text = text.removesuffix(after) if ended else text
         ids = tokenizer.encode_chat([*messages, {"role": "assistant", "content": text}], tools)
-        wholes.append(
+        conversations.append(
             _cut_at_end_token(tokenizer, ids, count_common_prefix(prompt, ids), ended=ended)
         )
-    shared = min(count_common_prefix(prompt, *wholes), *(len(ids) - 1 for ids in wholes))
-    return wholes[0][:shared], [ids[shared:] for ids in wholes]
+    shared = min(
+        count_common_prefix(prompt, *conversations), *(len(ids) - 1 for ids in conversations)
+    )
+    return conversations[0][:shared], [ids[shared:] for ids in conversations]
 
 
 def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -174,7 +176,8 @@ def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool
         stop = None
     else:
         stop = tokenizer.find_special_id(tokenizer.turn_end)
-    last = next((at for at in range(len(ids) - 1, start - 1, -1) if ids[at] == stop), None)
+    positions = range(len(ids) - 1, start - 1, -1)
+    last = next((position for position in positions if ids[position] == stop), None)
     body = ids if last is None else ids[:last]
     if not ended:
         return body

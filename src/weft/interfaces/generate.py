@@ -99,8 +99,8 @@ class GenerateInterface:
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
             return self._sample_share(model, batch)
-        sample, own = self._sample(model, batch)
-        return MFCResult(sample, _compute_metrics(model.gather(own)))
+        sample, counts = self._sample(model, batch)
+        return MFCResult(sample, _compute_metrics(model.gather(counts)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Sample completions for a random share of the ids.
@@ -112,12 +112,11 @@ class GenerateInterface:
         for id in batch.ids:
             draws.append(randomness.draw_uniform(model.seed, purpose, model.step, id, 0, 0))
         chosen = []
+        others = []
         for id, draw in zip(batch.ids, draws, strict=True):
             if draw < self.share:
                 chosen.append(id)
-        others = []
-        for id, draw in zip(batch.ids, draws, strict=True):
-            if draw >= self.share:
+            else:
                 others.append(id)
         if others or not batch.num_ids:
             parts = [_extract_own_completions(batch.select(ids=others))]
@@ -130,11 +129,11 @@ class GenerateInterface:
         }
         # On every rank, even without chosen ids: gathering the weights is a collective operation
         if metrics["sampled_fraction"]:
-            sample, own = self._sample(
+            sample, rank_counts = self._sample(
                 replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"])
             )
             parts += [_mark_sampled(sample, 1.0)] if chosen or not parts else []
-            metrics |= _compute_metrics(model.gather(own))
+            metrics |= _compute_metrics(model.gather(rank_counts))
         return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
 
     def _sample(
@@ -152,28 +151,28 @@ class GenerateInterface:
             {(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0)
         )
         started = time.perf_counter()
-        left = requests
+        unfinished = requests
         interruptions = 0
         # At least once, even with nothing to sample: other ranks may need this one's weights
         continues = True
         while continues:
             with model.engine.generating(spec) as generator:
-                generator.submit(left)
+                generator.submit(unfinished)
                 partials = self._run(model, generator, progress)
             # After an interruption, apply the updates and resume the unfinished completions.
             interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
-            left = []
-            for r in requests:
-                if (r.id, r.k) in parts:
-                    left.append(replace(r, generated=parts[r.id, r.k]))
-            continues = model.updates is not None and model.updates.take(left=bool(left))
+            unfinished = []
+            for request in requests:
+                if (request.id, request.k) in parts:
+                    unfinished.append(replace(request, generated=parts[request.id, request.k]))
+            continues = model.updates is not None and model.updates.take(left=bool(unfinished))
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
-        cut = sum(row[-1].finish == "length" for row in completions)
+        num_truncated = sum(row[-1].finish == "length" for row in completions)
         sampled = GenerationCounts(
             [len(row) for row in completions],
-            cut,
+            num_truncated,
             seconds,
             interruptions if model.updates is not None else None,
         )
@@ -257,8 +256,8 @@ def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
         mask = to_host_array(completions.data["loss_mask"])
     else:
         mask = np.ones(completions.num_tokens())
-    own = {"completion": completions.data["completion"], "loss_mask": mask.astype(np.float32)}
-    return _mark_sampled(completions.like("completion", **own), 0.0)
+    data = {"completion": completions.data["completion"], "loss_mask": mask.astype(np.float32)}
+    return _mark_sampled(completions.like("completion", **data), 0.0)
 
 
 def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:

@@ -26,7 +26,7 @@ SAMPLING = "sampling"  # metadata of a request: its settings of generation and i
 def describe_sampling(request: Request, base: GenerationSpec) -> dict[str, Any]:
     """Return the settings of a request as JSON values, for the metadata `SAMPLING`.
 
-    `base` has the generator's settings, of which the seed applies to all requests.
+    `base` has the generator's settings; its seed applies to all requests.
     """
     spec = request.sampling or base
     return {
@@ -85,10 +85,10 @@ class TaskRequestsInterface:
                 for event in generator.step():
                     tokens[event.id].append(event.token)
         answers = list(tokens.values())
-        flat = [token for own in answers for token in own]
+        flat = [token for answer in answers for token in answer]
         outputs = SequenceSample.from_groups(
             batch.ids,
-            {"answer": [[len(own)] for own in answers]},
+            {"answer": [[len(answer)] for answer in answers]},
             {"answer": np.array(flat, dtype=np.int64)},
         )
         return MFCResult(outputs)

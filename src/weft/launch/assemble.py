@@ -1,6 +1,7 @@
 """Construction of a run's engines and of the components of its session.
 
-What the user can do next with the run is put into words here, too."""
+Also builds the lines with follow-up commands that are shown at the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def assemble(
 
     `baseline` is the memory in GiB that this process used before the engines were built, or None if
     other processes have built them. `plan_shown` says that a plan has been shown already. `hosts`
-    are those that run the experiment together.
+    are the hosts that run the experiment together.
     """
     experiment, tokenizers, horizon = run.experiment, run.tokenizers, data.horizon
     loaded = data.loaded
@@ -87,12 +88,12 @@ def assemble(
     machine = group.describe_hardware()
     hardware = format_hardware(machine, numerics["device"])
     room = machine["memory"]
-    known = {**numerics, "hardware": hardware, "memory": room}
+    described_numerics = {**numerics, "hardware": hardware, "memory": room}
     batches = loaded.train.build_large_batches()
     expected = forecast(experiment, facts, batches, run.device, baseline or 0.0)
     ending_lines = build_next_lines(experiment, _find_run_place(experiment.control))
     if hosts is not None and not hosts.is_first:
-        ending_lines = []  # its folder is removed at the end
+        ending_lines = []  # the folder of this host is removed at the end
     return SessionParts(
         experiment=experiment,
         directory=directory,
@@ -112,7 +113,9 @@ def assemble(
         ),
         eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
-        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
+        plan=build_plan(
+            describe_run(experiment, horizon, facts, loaded, expected), described_numerics
+        ),
         predicted=predict_step(
             experiment, expected, run.device, machine, loaded, alone=baseline is not None
         ),
@@ -196,45 +199,47 @@ def build_next_lines(experiment: Experiment, run: Path | str) -> list[str]:
         commands = _build_reward_model_lines(experiment, heads["score"], run)
     else:
         return []
-    first, *others = commands
-    return [f"report: {run}/{REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
+    lines = [f"report: {run}/{REPORT}", f"next:   {commands[0]}"]
+    for command in commands[1:]:
+        lines.append(INDENT + command)
+    return lines
 
 
 def _build_policy_lines(experiment: Experiment, role: str, run: Path | str) -> list[str]:
     control = experiment.control
-    at = shlex.quote(str(run))
+    run_word = shlex.quote(str(run))
     calls = []
-    for n in experiment.graph.nodes:
-        if isinstance(n, MFCDef) and n.role == role and n.trains:
-            calls.append(n)
+    for node in experiment.graph.nodes:
+        if isinstance(node, MFCDef) and node.role == role and node.trains:
+            calls.append(node)
     if not any(call.args.get("loss") == "sft" for call in calls):
-        began = experiment.roles[role].path
-        if began is None:
-            beside = []
-        else:
-            beside = [f"weft chat {shlex.quote(shorten_path(began))} {at}    # before and after"]
-        return [f"weft chat {at}", *beside]
+        initial_path = experiment.roles[role].path
+        commands = [f"weft chat {run_word}"]
+        if initial_path is not None:
+            before = shlex.quote(shorten_path(initial_path))
+            commands.append(f"weft chat {before} {run_word}    # before and after")
+        return commands
     name = _find_free_trial(control, "rw")
     reward = _find_run_place(replace(control, trial_name=name))
+    ppo = _build_quickstart("ppo", _find_free_trial(control, "ppo"), control)
     return [
-        f"weft chat {at}",
-        f"{_build_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
+        f"weft chat {run_word}",
+        f"{_build_quickstart('rw', name, control)} model.path={run_word} dataset.type=preference "
         f"dataset.path=PAIRS.jsonl",
-        f"{_build_quickstart('ppo', _find_free_trial(control, 'ppo'), control)} actor.path={at} "
-        f"rew.path={shlex.quote(str(reward))} "
+        f"{ppo} actor.path={run_word} rew.path={shlex.quote(str(reward))} "
         "dataset.path=PROMPTS.jsonl",
     ]
 
 
 def _build_reward_model_lines(experiment: Experiment, role: str, run: Path | str) -> list[str]:
     control = experiment.control
-    began = experiment.roles[role].path
-    at = shlex.quote(str(run))
-    actor = "POLICY" if began is None else shlex.quote(shorten_path(began))
+    initial_path = experiment.roles[role].path
+    run_word = shlex.quote(str(run))
+    actor = "POLICY" if initial_path is None else shlex.quote(shorten_path(initial_path))
     ppo = _build_quickstart("ppo", _find_free_trial(control, "ppo"), control)
     return [
-        f"{ppo} actor.path={actor} rew.path={at} dataset.path=PROMPTS.jsonl",
-        f"weft eval rm {at} PAIRS.jsonl    # accuracy",
+        f"{ppo} actor.path={actor} rew.path={run_word} dataset.path=PROMPTS.jsonl",
+        f"weft eval rm {run_word} PAIRS.jsonl    # accuracy",
     ]
 
 
@@ -255,8 +260,9 @@ def _find_free_trial(control: Control, name: str) -> str:
     on.
     """
     folder = find_runs_folder(control.fileroot) / control.experiment_name
-    return next(
-        each
-        for each in (name, *(f"{name}-{n}" for n in range(2, 10_000)))
-        if not (folder / each).exists()
-    )
+    trial = name
+    number = 2
+    while (folder / trial).exists():
+        trial = f"{name}-{number}"
+        number += 1
+    return trial

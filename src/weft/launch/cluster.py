@@ -78,7 +78,7 @@ def launch_devices(
     count = experiment.num_devices
     kind = get_device_kind(experiment)
     control = experiment.control
-    # torch found a GPU without device file, so the cluster was started for CPUs by mistake
+    # If torch has found a GPU that has no device file, the cluster was started for CPUs by mistake.
     if cluster is not None and kind == "cuda":
         cluster.close()
         cluster = None
@@ -126,7 +126,8 @@ def can_start_early(experiment: Experiment, mode: str) -> bool:
     if mode != "local" or experiment.num_devices == 1:
         return False
     return device == "cpu" or (
-        device is None and not any(True for each in GPU_FILES for _ in Path("/dev").glob(each))
+        device is None
+        and not any(True for pattern in GPU_FILES for _ in Path("/dev").glob(pattern))
     )
 
 
@@ -171,18 +172,18 @@ def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, 
     """
     if kind == "cpu":
         check_processes(count)
-    there = 0
+    num_found = 0
     if kind == "cuda":
         import torch  # imported late: a run on CPUs starts Ray while torch is loading
 
-        there = torch.cuda.device_count()
+        num_found = torch.cuda.device_count()
     if control.n_gpus_per_node is None:
-        gpus = there
+        gpus = num_found
     else:
-        gpus = min(there, control.n_gpus_per_node)
+        gpus = min(num_found, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
         raise ConfigError(
-            f"the run needs {count} devices and may use {gpus} GPUs of the {there} of this "
+            f"the run needs {count} devices and may use {gpus} GPUs of the {num_found} of this "
             f"machine; choose smaller layouts or "
             "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more "
             "machines with mode=ray"
@@ -215,7 +216,7 @@ def get_device_kind(experiment: Experiment) -> str:
             f"write mode=local, and divide the role's devices by its layout, such as 1,-1,1"
         )
     if name is None:
-        import torch  # imported late, as in local_resources
+        import torch  # imported late, as in find_local_resources
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):

@@ -32,12 +32,12 @@ MODEL_MOUNT = "/model"
 DATA_MOUNT = "/data"
 RESULT_MOUNT = "/output"
 HUB = "hub:"  # before the name of a model on the hub
-# Stands in a spec for the id that an upload prints.
+# Placeholder in a spec for the id that an upload prints.
 UNKNOWN_DATASET = "MODEL_DATASET_ID"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DATASET = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# system -> rule of its clusters, and what the message says about one that breaks it
+# system -> pattern of its clusters' names, and the message about a name that does not match
 CLUSTERS = {
     "slurm": (r"[\w.-]+", "must be the name of a partition, such as gpu"),
     "ray": (r"(?:https?|ray)://\S+|auto", "must be an address, such as http://127.0.0.1:8265"),
@@ -75,7 +75,7 @@ class EvalJob:
         shares: Tasks of each GPU, or of the only process.
         words: Further words of `weft eval suite`.
         subfolder: Folder of the model below its place, or "".
-        is_tuned: Whether the model is asked in conversations.
+        is_tuned: True if the model is prompted in the form of conversations.
         data: Folder of the tasks' data, or a Beaker dataset; None for the suite's default.
         num_gpus: GPUs of the job; 0 for a job on CPUs.
         workspace: Workspace on Beaker, account on Slurm.
@@ -222,7 +222,8 @@ class EvalJob:
 
     def _build_command(self, mounts: dict[str, dict[str, str]]) -> str:
         """Return the shell text of the job: one `weft eval suite`, or one on each of its GPUs."""
-        # A Slurm job has the files of this machine; other jobs have a weft of their own.
+        # A Slurm job has the files of this machine; other jobs use the weft that they have
+        # installed.
         program = [sys.executable, "-m", MODULE] if self.system == "slurm" else ["weft"]
         begin = [*program, "eval", "suite", self._locate_model(mounts)]
         end = ["--output", self.results]

@@ -1,6 +1,4 @@
-"""Facts that a plan is made from: the devices, the engines before they are built, and the memory
-that the calls need for the data.
-"""
+"""Facts for a plan: the devices, predicted descriptions of the engines, and the needed memory."""
 
 from __future__ import annotations
 
@@ -95,22 +93,22 @@ class TargetDevices:
         device_option = experiment.control.device
         count = experiment.num_devices
         search = experiment.config.get("search") or {}
-        named = search.get("gpu")
+        gpu = search.get("gpu")
         memory_gb = search.get("memory_gb")
         if device_option == TPU:
             room = math.inf if memory_gb is None else memory_gb * GIB
             return cls(torch.device("cpu"), "TPU", count, room, "TPU")
-        on_gpu = named is not None if device_option is None else device_option.startswith("cuda")
+        on_gpu = gpu is not None if device_option is None else device_option.startswith("cuda")
         # A GPU named by an option; it need not be on this machine.
-        if named is not None and on_gpu:
-            if is_mixed(named):
+        if gpu is not None and on_gpu:
+            if is_mixed(gpu):
                 per_node = experiment.control.n_gpus_per_node or 1
                 total = int(experiment.config.get("n_nodes") or 1) * per_node
-                cluster = find_cluster(named, "bfloat16", None, total, per_node)
+                cluster = find_cluster(gpu, "bfloat16", None, total, per_node)
                 name = cluster.name
                 least = find_least_memory(cluster)
             else:
-                name = find_gpu_rates(named, "bfloat16").name
+                name = find_gpu_rates(gpu, "bfloat16").name
                 least = get_usable_memory(name)
             usable = memory_gb if memory_gb is not None else least
             return cls(
@@ -172,15 +170,13 @@ class TargetDevices:
         line.
         """
         assert self.usable is not None
-        many = f"each of {self.count} devices" if self.count > 1 else "the device"
+        devices = f"each of {self.count} devices" if self.count > 1 else "the device"
+        needs = f"{devices} needs about {format_size(needed)}{scope}"
         if self.usable == math.inf:
-            return (
-                f"{many} needs about {format_size(needed)}{scope}; weft does not know how much the "
-                f"{self.name} has"
-            )
+            return f"{needs}; weft does not know how much the {self.name} has"
         holds = "fits" if needed <= self.usable else "does NOT fit"
         name = self.name.replace(f", {format_size(self.usable)}", "")  # already shown
-        return f"{holds}: {many} needs about {format_size(needed)}{scope} of {format_size(self.usable)}: {name}"
+        return f"{holds}: {needs} of {format_size(self.usable)}: {name}"
 
 
 # -- engines
@@ -203,10 +199,10 @@ def predict_facts(
             if name == role:
                 copies[mesh] = describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
         shared = find_shared_base(experiment, role)
-        own = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
+        facts = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
         if shared is not None:
-            own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
-        facts_by_role[role] = {**own, "copies": copies}
+            facts["notes"] = [*facts["notes"], f"the same weights as {shared}'s, with adapters off"]
+        facts_by_role[role] = {**facts, "copies": copies}
     return facts_by_role
 
 
@@ -282,23 +278,23 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 def forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
-    given: Sequence[SequenceSample] | PlacementProblem,
+    workload: Sequence[SequenceSample] | PlacementProblem,
     device: torch.device,
     baseline: float = 0.0,
     capacity: float | None = None,
 ) -> MemoryForecast:
     """Forecast the memory that a run needs.
 
-    `facts` maps roles to the descriptions of their engines, including those of copies. `given` are
-    the batches that are expected to need the most memory or, if no rows were read, the problem of
-    placing the calls, with assumed workloads, from which a search estimates the same. `baseline` is
-    the memory in GiB that the process used before the engines were built. `capacity` is the memory
-    in bytes of a GPU that is not on this machine.
+    `facts` maps roles to the descriptions of their engines, including those of copies. `workload`
+    are the batches that are expected to need the most memory or, if no rows were read, the problem
+    of placing the calls, with assumed workloads, from which a search estimates the same. `baseline`
+    is the memory in GiB that the process used before the engines were built. `capacity` is the
+    memory in bytes of a GPU that is not on this machine.
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = []
-    if not isinstance(given, PlacementProblem):
-        batches = [_add_completions(experiment, batch) for batch in given]
+    if not isinstance(workload, PlacementProblem):
+        batches = [_add_completions(experiment, batch) for batch in workload]
     meshes = experiment.role_meshes
     names = name_engines(experiment)
     roles = {}
@@ -308,41 +304,42 @@ def forecast(
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # only a tokenizer
-        for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
+        engines = {meshes[role]: facts[role], **facts[role].get("copies", {})}
+        for mesh, engine_facts in engines.items():
             calls = []
-            for c in experiment.graph.list_model_calls():
-                if c.role == role and experiment.call_meshes[c.name] == mesh:
-                    calls.append(c)
+            for call in experiment.graph.list_model_calls():
+                if call.role == role and experiment.call_meshes[call.name] == mesh:
+                    calls.append(call)
             name = names[role, mesh]
             place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
-            chosen = spec if mesh == meshes[role] else spec.mirror()
-            leaves = find_offloaded(chosen, calls)
-            if own.get("sizes") is None:
+            mesh_spec = spec if mesh == meshes[role] else spec.mirror()
+            leaves = find_offloaded(mesh_spec, calls)
+            if engine_facts.get("sizes") is None:
                 incomplete.append(name)
-            if isinstance(given, PlacementProblem) and own.get("sizes") is not None:
-                case = given.build_memory_case(
+            if isinstance(workload, PlacementProblem) and engine_facts.get("sizes") is not None:
+                case = workload.build_memory_case(
                     role, mesh, [call.name for call in calls], own=mesh == meshes[role]
                 )
                 by_call = zip(calls, case.works, strict=True)
                 works = {call.name: [demand] for call, demand in by_call}
             else:
-                works = _collect_works(experiment, calls, batches, place, own)
-                joined = list(chain.from_iterable(works.values()))
-                case = build_case(chosen, own, joined, device, leaves)
+                works = _collect_works(experiment, calls, batches, place, engine_facts)
+                all_works = list(chain.from_iterable(works.values()))
+                case = build_case(mesh_spec, engine_facts, all_works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
-            if own.get("sizes") is not None:
+            if engine_facts.get("sizes") is not None:
                 for call_name, demands in works.items():
-                    alone = memory.estimate(case.shape, case.settings, demands)
-                    call_memory[call_name] = CallMemory(name, alone.call)
+                    call_estimate = memory.estimate(case.shape, case.settings, demands)
+                    call_memory[call_name] = CallMemory(name, call_estimate.call)
             if device.type != "cuda":
                 if batches:
-                    there = replace(place, device=GPU)
-                    works = _collect_works(experiment, calls, batches, there, own)
-                joined = list(chain.from_iterable(works.values()))
-                narrow = replace(chosen, dtype="bfloat16")
-                on_gpu[name] = build_case(narrow, own, joined, GPU, leaves)
-        # The parameters of a role that shares another one's base are counted there.
+                    gpu_place = replace(place, device=GPU)
+                    works = _collect_works(experiment, calls, batches, gpu_place, engine_facts)
+                all_works = list(chain.from_iterable(works.values()))
+                in_bfloat16 = replace(mesh_spec, dtype="bfloat16")
+                on_gpu[name] = build_case(in_bfloat16, engine_facts, all_works, GPU, leaves)
+        # If a role shares the weights of another one, they are counted for the other role.
         if find_shared_base(experiment, role) is not None:
             roles[role] = roles[role].drop_weights()
             on_gpu.pop(role)
@@ -434,7 +431,7 @@ def build_case(
         }
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    on_cpu = device.type == "cpu"  # which offloads nothing
+    on_cpu = device.type == "cpu"  # nothing is offloaded there
     settings = replace(
         build_memory_settings(spec, device),
         weights_leave=not on_cpu and "weights" in leaves,
@@ -455,10 +452,10 @@ def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceS
             count = int(call.args.get("samples_per_prompt", 1))
             length = int(call.args.get("max_new_tokens") or GenerationSpec().new_token_limit)
             if mixed:
-                own = [max(group) for group in batch.seqlens["completion"]]
+                longest = [max(group) for group in batch.seqlens["completion"]]
             else:
-                own = [0] * batch.num_ids
-            groups = [[max(length, most)] * count for most in own]
+                longest = [0] * batch.num_ids
+            groups = [[max(length, most)] * count for most in longest]
             tokens = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
             sampled = SequenceSample.from_groups(
                 batch.ids, {"completion": groups}, {"completion": tokens}
@@ -497,7 +494,7 @@ def _iterate_works(
         )
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
-    # sequences over the limit are reported at run time: sampling can end earlier
+    # Sequences over the limit are reported at run time, because sampling can end earlier.
     limit = max(limit, int(layout.lengths.max()))
     trains = call.method == "train_step"
     shares = bool(shared) and (shared["in_training"] or not trains)
@@ -511,18 +508,19 @@ def _iterate_works(
     for part in parts:
         cuts = split_batch(part, limit, "sequence")
         for cut in cuts:
-            at = PackLayout.from_sample(cut)
-            if shares and int(at.lengths.max()) <= shared["longest"]:
+            cut_layout = PackLayout.from_sample(cut)
+            if shares and int(cut_layout.lengths.max()) <= shared["longest"]:
                 keys = (*call.input_keys, *call.optional_keys)
                 if trains:
-                    at = share_training_prefixes(at, keys, cut, device)
+                    cut_layout = share_training_prefixes(cut_layout, keys, cut, device)
                 else:
-                    at = share_prompts(at, keys)
+                    cut_layout = share_prompts(cut_layout, keys)
             if trains and "loss_mask" in cut.data:
                 rows = int(cut.data["loss_mask"].count_nonzero())
             else:
-                rows = int(at.length.sum())
+                rows = int(cut_layout.length.sum())
             tokens, rows = (
-                -(-number // place.context) for number in (int(at.segment_lengths.sum()), rows)
+                -(-number // place.context)
+                for number in (int(cut_layout.segment_lengths.sum()), rows)
             )
             yield CallDemand(tokens, rows, trains, len(cuts), entropy)

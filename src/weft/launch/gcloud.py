@@ -229,7 +229,7 @@ class TpuPod:
 
 
 def _copy_lines(stream: TextIO, lines: list[str]) -> None:
-    """Copy a stream to standard error, without the reports that gcloud and hosts make of an end."""
+    """Copy a stream to standard error, without reports on the end of a command."""
     for line in stream:
         lines.append(line)
         text = ENDED_LINE.sub("", line)
@@ -254,7 +254,7 @@ def format_command(words: Sequence[str]) -> str:
 def _mask_shell_text(text: str) -> str:
     """Mask secrets in a shell command, both `NAME=value` and `--name value`.
 
-    Words with blanks, such as the TEXT of `sh -c TEXT`, are masked as commands of their own.
+    Words with blanks, such as the TEXT of `sh -c TEXT`, are masked as separate commands.
     """
     try:
         words = shlex.split(text)
@@ -262,8 +262,8 @@ def _mask_shell_text(text: str) -> str:
         return redact(text)
     masked_words = []
     for word, masked in zip(words, mask_words(words), strict=True):
-        whole = word == masked and BLANK.search(word)
-        masked_words.append(_mask_shell_text(word) if whole else masked)
+        is_nested = word == masked and BLANK.search(word)
+        masked_words.append(_mask_shell_text(word) if is_nested else masked)
     if shlex.join(words) == text:
         return redact(shlex.join(masked_words))
     # Text that a user has written keeps its own quotes, pipes and variables.

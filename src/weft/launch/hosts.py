@@ -21,10 +21,11 @@ from weft.runtime.hosts import HostGroup
 def join_hosts(
     experiment: Experiment, mode: str, environ: Mapping[str, str]
 ) -> tuple[HostGroup | None, Experiment]:
-    """Return the hosts that run this experiment together, and the experiment of this one.
+    """Return the group of hosts that run this experiment together, and the experiment of this host.
 
-    The environment names those of JAX (`weft.engine.jax.hosts`). All but the first write into a
-    temporary folder, which is removed at the end.
+    The variables `environ` describe the hosts of JAX (`weft.engine.jax.hosts`); the group is None
+    if they name a single host. All hosts but the first write into a temporary folder, which is
+    removed at the end.
 
     Raises `ConfigError` for an experiment that several hosts cannot run together.
     """
@@ -49,20 +50,20 @@ def join_hosts(
     check_jax()
     from weft.engine.jax.hosts import connect_hosts
 
-    own = connect_hosts(environ)
-    if own is None:
+    jax_hosts = connect_hosts(environ)
+    if jax_hosts is None:
         return None, experiment
     for role, spec in experiment.roles.items():
         try:
-            sizes = parse_mesh(read_layout(spec), own.num_devices, trained=spec.trained)
+            sizes = parse_mesh(read_layout(spec), jax_hosts.num_devices, trained=spec.trained)
         except ConfigError as error:
             raise qualify_error(role, error) from error
-        if math.prod(sizes) != own.num_devices:
+        if math.prod(sizes) != jax_hosts.num_devices:
             raise ConfigError(
                 f"{role}.layout={spec.layout or 'absent'}: with several hosts, a role has all "
-                f"{own.num_devices} devices; write {role}.layout=1,-1,1"
+                f"{jax_hosts.num_devices} devices; write {role}.layout=1,-1,1"
             )
-    hosts = HostGroup(own.index, own.count, own.store, own.secret)
+    hosts = HostGroup(jax_hosts.index, jax_hosts.count, jax_hosts.store, jax_hosts.secret)
     if hosts.is_first:
         return hosts, experiment
     folder = tempfile.mkdtemp(prefix="weft-host-")

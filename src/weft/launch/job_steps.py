@@ -48,11 +48,11 @@ class StepRecord:
 
     @property
     def is_damaged(self) -> bool:
-        """Return whether the folder has a record that says nothing."""
+        """True if the folder has a record without steps and submissions."""
         return (self.folder / RECORD).is_file() and not self.steps and not self.submissions
 
     def find_finished(self, name: str, inputs: object) -> Mapping[str, Any] | None:
-        """Return what the finished step `name` recorded for these inputs, or None."""
+        """Return the record of the step `name` if it is finished for these inputs, else None."""
         step = self.steps.get(name)
         if not isinstance(step, dict) or step.get("inputs") != inputs or not step.get("finished"):
             return None
@@ -74,10 +74,13 @@ class StepRecord:
 
     def find_submission(self, file: Path, digest: str) -> Mapping[str, Any] | None:
         """Return the submission of a job file with these contents, or None."""
-        wanted = (file.name, digest)
-        for each in self.submissions:
-            if isinstance(each, dict) and (each.get("file"), each.get("sha256")) == wanted:
-                return each
+        key = (file.name, digest)
+        for submission in self.submissions:
+            if (
+                isinstance(submission, dict)
+                and (submission.get("file"), submission.get("sha256")) == key
+            ):
+                return submission
         return None
 
     def add_submission(self, file: Path, digest: str, job: str) -> None:

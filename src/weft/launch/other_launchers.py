@@ -50,15 +50,15 @@ class OtherLauncher:
         for word in words:
             if not LAUNCHER_OPTIONS.fullmatch(word):
                 arguments.append(word)
-        own = {word.partition("=")[0].lstrip("-") for word in arguments}
+        option_names = {word.partition("=")[0].lstrip("-") for word in arguments}
         if arguments and arguments[0] != "quickstart":
-            mode = ["--mode", "ray"] if self.num_nodes > 1 and "mode" not in own else []
+            mode = ["--mode", "ray"] if self.num_nodes > 1 and "mode" not in option_names else []
             return shlex.join(mask_words(["weft", *arguments, *mode]))
         added = {}
         if self.world > 1:
             added = {"n_nodes": str(self.num_nodes), "n_gpus_per_node": str(self.per_node)}
-        if self.world > 1 and not any(LAYOUT.search(name) for name in own):
-            sharded = self.sharded or any(SHARDING.search(name) for name in own)
+        if self.world > 1 and not any(LAYOUT.search(name) for name in option_names):
+            sharded = self.sharded or any(SHARDING.search(name) for name in option_names)
             added["allocation_mode"] = f"d{self.world}" if sharded else f"d{self.world}f1"
         if self.num_nodes > 1:
             added["mode"] = "ray"
@@ -66,7 +66,7 @@ class OtherLauncher:
             added[self.mixed_precision] = "true"
         options = []
         for name, value in added.items():
-            if name not in own:
+            if name not in option_names:
                 options.append(f"{name}={value}")
         return shlex.join(mask_words(["weft", *arguments, *options]))
 
@@ -76,15 +76,14 @@ class OtherLauncher:
         `words` are the command-line words after `weft`; they are empty for a run started from
         Python.
         """
-        many = "one process" if self.world == 1 else f"{self.world} processes"
+        processes = "one process" if self.world == 1 else f"{self.world} processes"
         if words:
             command = self.build_command(words)
         else:
             command = "python YOUR_SCRIPT.py, with n_gpus_per_node and a layout in its options"
         return (
-            f"{self.launcher} has started {many} of weft, which starts its processes itself, from one "
-            f"command (docs/cluster.md); "
-            f"write: {command}"
+            f"{self.launcher} has started {processes} of weft, which starts its processes itself, "
+            f"from one command (docs/cluster.md); write: {command}"
         )
 
 
@@ -98,21 +97,21 @@ def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
     )
     ranked = all(environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if accelerate:
-        by = "accelerate launch"
+        launcher = "accelerate launch"
     elif "TORCHELASTIC_RUN_ID" in environ:
-        by = "torchrun"
+        launcher = "torchrun"
     elif ranked:
         if "CROSS_SIZE" in environ:
-            by = "deepspeed"
+            launcher = "deepspeed"
         else:
-            by = "another launcher (RANK, LOCAL_RANK and WORLD_SIZE are set)"
+            launcher = "another launcher (RANK, LOCAL_RANK and WORLD_SIZE are set)"
     else:
         return None
     world = _read_number(environ, "WORLD_SIZE", 1)
     per_node = _read_number(environ, "LOCAL_WORLD_SIZE", _read_number(environ, "LOCAL_SIZE", world))
     zero = _read_number(environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 0) > 0
     return OtherLauncher(
-        launcher=by,
+        launcher=launcher,
         rank=_read_number(environ, "RANK", 0),
         world=world,
         per_node=per_node,

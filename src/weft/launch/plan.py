@@ -1,4 +1,4 @@
-"""Plan of a run: what is shown before its engines are built, and what `--dry-run` shows.
+"""Plan of a run, as it is shown before its engines are built, and as `--dry-run` shows it.
 
 Both are made from the resolved models and the data, without weights and without using the run's
 devices. `build_plan_lines` adds a line that says whether the run fits in memory. Without data, as
@@ -96,12 +96,12 @@ def build_plan_lines(
     experiment = run.experiment
     notes: list[str] = []
     step = forecast_run_step(experiment, target, None if data is None else data.loaded)
-    given: Sequence[SequenceSample] | PlacementProblem
+    workload: Sequence[SequenceSample] | PlacementProblem
     if data is not None:
-        given = data.loaded.train.build_large_batches()
+        workload = data.loaded.train.build_large_batches()
     else:
         batch, lengths = build_assumed_batch(experiment)
-        given = [batch] if step is None else step.problem
+        workload = [batch] if step is None else step.problem
         notes = [
             f"data: not read; memory is that of {lengths}, which dataset.max_seqlen, or "
             f"dataset.max_prompt_len and gen.max_new_tokens, bound"
@@ -110,7 +110,7 @@ def build_plan_lines(
     assumed = None
     if experiment.plan:
         assumed = forecast_run_step(_with_planned_lengths(experiment), target)
-    target, expected = _forecast(experiment, facts, given, target)
+    target, expected = _forecast(experiment, facts, workload, target)
     described = describe_run(
         experiment,
         None if data is None else data.horizon,
@@ -141,6 +141,7 @@ def forecast_run_step(
     if target.usable is None or target.name == "TPU":
         return None
     on_gpu = target.device.type == "cuda"
+    # Read the sizes of the networks.
     networks = {}
     for role, spec in experiment.roles.items():
         if spec.path and spec.backend not in (*NO_NETWORK, "hf"):
@@ -148,6 +149,7 @@ def forecast_run_step(
             networks[role] = build_planned_network(spec, family, target.device)
     if not networks:
         return None
+    # Find the speed of the devices.
     per_node = experiment.control.n_gpus_per_node or experiment.num_devices
     gib = target.usable / GIB
     cluster = None
@@ -169,15 +171,16 @@ def forecast_run_step(
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
     written = read(DatasetSpec(), select_written_dataset(experiment))
-    # A profile of this machine does not fit GPUs that an option names.
+    # Use a profile if there is one; that of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
-        keys = {(each.profile_key, each.settings.dtype) for each in networks.values()}
+        keys = {(sizes.profile_key, sizes.settings.dtype) for sizes in networks.values()}
         # The profile of a GPU can be used on a machine that has none.
-        here = target.device if torch.cuda.is_available() else torch.device("cpu")
-        machine = ProfileMachine(*describe_profiled_device(here))
+        profiled_device = target.device if torch.cuda.is_available() else torch.device("cpu")
+        machine = ProfileMachine(*describe_profiled_device(profiled_device))
         profile, notes = find_usable_profile(keys, machine, search.profile)
         rates = rates.with_profile(profile)
+    # Forecast a step with the lengths of the rows, if they were read.
     rows = None
     if data is not None:
         size = experiment.graph.get_node(experiment.steps_follow).batch_size
@@ -203,9 +206,10 @@ def name_device_type(target: TargetDevices) -> str:
 
 
 def _with_planned_lengths(experiment: Experiment) -> Experiment:
-    """Return the experiment with the lengths that its plan assumes, where options limit none.
+    """Return the experiment with the lengths that its plan assumes, unless options limit them.
 
-    Without rows, these are assumptions, and only other causes of other estimates are of interest.
+    With the same assumed lengths, the estimates differ from those of the plan only for other
+    reasons.
     """
     assert experiment.plan is not None
     estimates = parse_plan(experiment.plan, PLAN).estimates
@@ -225,7 +229,10 @@ def _with_planned_lengths(experiment: Experiment) -> Experiment:
 
 
 def _list_samplers(experiment: Experiment) -> list[MFCDef]:
-    """Return the calls that sample all answers; a call that samples a share also reads those of rows."""
+    """Return the calls that sample all answers.
+
+    A call that samples only a share of them is left out, because it also uses answers of the rows.
+    """
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate" and "share" not in call.args:
@@ -238,7 +245,7 @@ def compare_with_plan(
 ) -> list[str]:
     """Return lines on estimates of the run's plan file that differ much from those of `step`.
 
-    `step` is the forecast without the run's rows, as those of the file are.
+    `step` is a forecast without the run's rows, like the estimates in the file.
     """
     if not experiment.plan:
         return []
@@ -247,9 +254,9 @@ def compare_with_plan(
         return []
     plan = parse_plan(experiment.plan, source)
     lines = []
-    before, now = plan.estimates.get("device"), name_device_type(target)
-    if before is not None and before != now:
-        lines.append(f"{source}: was made for {before}, and this run is on {now}")
+    planned_device, device = plan.estimates.get("device"), name_device_type(target)
+    if planned_device is not None and planned_device != device:
+        lines.append(f"{source}: was made for {planned_device}, and this run is on {device}")
     values: list[tuple[str, Any, float]] = [
         ("step", plan.estimates.get("step_seconds"), step.step_seconds)
     ]
@@ -260,12 +267,13 @@ def compare_with_plan(
     tokens = plan.estimates.get("tokens_per_step")
     if isinstance(tokens, int) and tokens != step.num_tokens:
         changed.append(f"{tokens:,} tokens per step there, {step.num_tokens:,} now")
-    for name, then, seconds in values:
-        if not isinstance(then, int | float) or then <= 0:
+    for name, planned, seconds in values:
+        if not isinstance(planned, int | float) or planned <= 0:
             continue
-        if abs(seconds - then) > SHOWN_DIFFERENCE * then:
+        if abs(seconds - planned) > SHOWN_DIFFERENCE * planned:
             changed.append(
-                f"{name} {format_three_digits(then)} s there, {format_three_digits(seconds)} s now"
+                f"{name} {format_three_digits(planned)} s there, "
+                f"{format_three_digits(seconds)} s now"
             )
     if changed:
         lines.append(
@@ -344,7 +352,7 @@ def select_written_dataset(experiment: Experiment) -> dict[str, Any]:
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     """Return a batch of assumed rows, and a phrase for its lengths.
 
-    Rows are as long as the options allow that the user wrote, or 512 + 512 tokens. If no data are
+    Rows have the maximum length that the user's options allow, or 512 + 512 tokens. If no data are
     read, the memory forecast uses this batch instead of the data's largest batches.
     """
     written = select_written_dataset(experiment)
@@ -354,10 +362,10 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
     longest = written.get("max_prompt_len")
     limit = experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS
-    usual = longest or min(DEFAULT_PROMPT_TOKENS, limit)
+    default_prompt = longest or min(DEFAULT_PROMPT_TOKENS, limit)
     if not samplers or not longest:
-        usual = min(usual, max(1, total // 2))
-    prompt = search.get("prompt_tokens") or usual
+        default_prompt = min(default_prompt, max(1, total // 2))
+    prompt = search.get("prompt_tokens") or default_prompt
     answer = search.get("answer_tokens") or max(1, total - prompt)
     size = experiment.graph.get_node(experiment.steps_follow).batch_size
     size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
@@ -371,10 +379,10 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
         data[key] = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
     batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
     if samplers:
-        long = f"prompts of {prompt:,} tokens and {_describe_answers(samplers[0], search)}"
+        description = f"prompts of {prompt:,} tokens and {_describe_answers(samplers[0], search)}"
     else:
-        long = f"rows of {prompt:,} + {answer:,} tokens"
-    return batch, long
+        description = f"rows of {prompt:,} + {answer:,} tokens"
+    return batch, description
 
 
 def _describe_answers(call: MFCDef, search: Mapping[str, Any]) -> str:
@@ -387,20 +395,22 @@ def _describe_answers(call: MFCDef, search: Mapping[str, Any]) -> str:
 def _forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
-    given: Sequence[SequenceSample] | PlacementProblem,
+    workload: Sequence[SequenceSample] | PlacementProblem,
     target: TargetDevices,
 ) -> tuple[TargetDevices, MemoryForecast]:
     """Return the smallest devices on which the run fits, and the memory forecast for them.
 
     The devices to choose from are `target.list_candidates()`; if the run fits on none of them, the
-    largest are returned. `facts` and `given` are those of `forecast`.
+    largest are returned. `facts` and `workload` are those of `forecast`.
     """
-    for each in target.list_candidates():
-        memory_forecast = forecast(experiment, facts, given, each.device, capacity=each.usable)
-        assert each.usable is not None
-        if find_largest_need(experiment, memory_forecast)[0] <= each.usable:
+    for candidate in target.list_candidates():
+        memory_forecast = forecast(
+            experiment, facts, workload, candidate.device, capacity=candidate.usable
+        )
+        assert candidate.usable is not None
+        if find_largest_need(experiment, memory_forecast)[0] <= candidate.usable:
             break
-    return each, memory_forecast
+    return candidate, memory_forecast
 
 
 def find_largest_need(
@@ -437,7 +447,7 @@ def _format_verdict(
     return lines
 
 
-# -- what is predicted of each step of a run
+# -- predictions for each step of a run
 
 
 def predict_step(
@@ -460,19 +470,19 @@ def predict_step(
     forecast, reason = _forecast_seconds(experiment, target, data)
     if forecast is None:
         return PredictedStep(metrics, reason=reason)
-    held = dict(metrics)
+    memory = dict(metrics)
     metrics |= _list_seconds(forecast)
 
     def predict_again(loads: Mapping[str, float]) -> dict[str, float]:
-        return held | _list_seconds(with_expert_loads(forecast, experiment, loads))
+        return memory | _list_seconds(with_expert_loads(forecast, experiment, loads))
 
     divides_experts = any(mesh.layout.expert > 1 for mesh in forecast.estimate.meshes.values())
     basis = "; ".join([forecast.basis, *forecast.notes])
     title = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
     steps = 1 if not forecast.problem.max_staleness else forecast.problem.max_staleness + 3
     plan = build_shown_plan(experiment, forecast, title, steps=steps)
-    again = predict_again if divides_experts else None
-    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=again)
+    repeat = predict_again if divides_experts else None
+    return PredictedStep(metrics, basis, forecast.left_out, plan=plan, predict_again=repeat)
 
 
 def _list_seconds(forecast: StepForecast) -> dict[str, float]:
@@ -527,8 +537,8 @@ def _predict_memory(
 ) -> dict[str, float]:
     """Return the predicted peak memory of the run and of each call.
 
-    What a CPU measures is the size of the process, to which memory counts that was in use before the
-    engines were built, and files that are mapped into memory.
+    On a CPU, a run measures the size of its process. This includes memory that was in use before
+    the engines were built, and files that are mapped into memory.
     """
     on = group_roles_by_device(experiment)
     other = expected.baseline * GIB

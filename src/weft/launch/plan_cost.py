@@ -36,7 +36,7 @@ PRICE = re.compile(r"([A-Za-z0-9]+)=(\d+(?:\.\d+)?|\.\d+)")
 
 @dataclass(frozen=True)
 class DeviceOption:
-    """A number of devices of one type, and what a run takes on them.
+    """Number of devices of one type, with the time, memory and price of a run on them.
 
     Attributes:
         gpu: Name of the GPU.
@@ -98,7 +98,7 @@ def parse_prices(words: Sequence[str]) -> dict[str, float]:
 def compare_devices(
     config: RunConfig, prices: Mapping[str, float], counts: Sequence[int]
 ) -> list[DeviceOption]:
-    """Return what the run of `config` takes on each number of GPUs of each type.
+    """Return the time, memory and price of a run on each number of GPUs of each type.
 
     The types are those of `prices`, or all known ones if it is empty. With several GPUs, the calls
     are placed as `choose_mode` says, unless layouts are set. Raises `UserError` if the
@@ -146,7 +146,8 @@ def count_fixed_devices(config: RunConfig) -> int | None:
 def choose_mode(config: RunConfig, count: int) -> str:
     """Return the `allocation_mode` by which a run is placed on `count` GPUs.
 
-    This is the user's, if it places calls on as many. Otherwise the calls are searched for.
+    This is the user's value if it places the calls on `count` GPUs. Otherwise, a search places
+    them.
     """
     fixed = count_fixed_devices(config)
     if fixed == count:
@@ -158,7 +159,7 @@ def choose_mode(config: RunConfig, count: int) -> str:
 
 def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -> DeviceOption:
     per_node = min(count, config.n_gpus_per_node or MACHINE)
-    each = replace(
+    tried_config = replace(
         config,
         device="cuda",
         n_nodes=count // per_node,
@@ -168,7 +169,7 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
         search=replace(config.search, gpu=gpu),
     )
     try:
-        run = forecast_run(each)
+        run = forecast_run(tried_config)
     except NoPlacementFits:
         return DeviceOption(gpu, count, None, 0.0, 0.0, price, NO_FIT)
     except ConfigError as error:

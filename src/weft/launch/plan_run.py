@@ -144,9 +144,11 @@ def with_assumed_lengths(config: RunConfig) -> RunConfig:
     context = find_context(resolve_models(config)) or math.inf
     prompt, answer = config.search.prompt_tokens, config.search.answer_tokens
     if (prompt or 1) + (answer or 1) > context:
-        given = "search.prompt_tokens" if (prompt or 1) >= (answer or 1) else "search.answer_tokens"
+        option = (
+            "search.prompt_tokens" if (prompt or 1) >= (answer or 1) else "search.answer_tokens"
+        )
         raise ConfigError(
-            f"{given}={max(prompt or 1, answer or 1)}: prompt and answer together are longer than "
+            f"{option}={max(prompt or 1, answer or 1)}: prompt and answer together are longer than "
             f"the model's context of {context:,} tokens; lower it"
         )
     if prompt is None:
@@ -229,8 +231,8 @@ def forecast_experiment(
             "search.gpu=H100"
         )
     facts = predict_facts(experiment, target.device, run.tokenizers)
-    given = step.problem if rows is None else batches
-    expected = forecast(experiment, facts, given, target.device, capacity=target.usable)
+    workload = step.problem if rows is None else batches
+    expected = forecast(experiment, facts, workload, target.device, capacity=target.usable)
     needed, worst = find_largest_need(experiment, expected)
     refuse_unusable_profiles(step.notes)
     steps = max_steps
@@ -260,8 +262,8 @@ def _resize_batch(batch: SequenceSample, size: int) -> SequenceSample:
     data = {}
     for key in ("prompt", "completion"):
         if key in batch.data:
-            own = batch.seqlens[key]
-            groups = [own[number % batch.num_ids].tolist() for number in range(size)]
+            row_lengths = batch.seqlens[key]
+            groups = [row_lengths[number % batch.num_ids].tolist() for number in range(size)]
             lengths[key] = groups
             data[key] = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
     return SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
@@ -401,9 +403,9 @@ def _list_batch_words(run: RunForecast, config: RunConfig) -> Iterator[tuple[str
 
 
 def _list_layout_words(run: RunForecast, config: RunConfig) -> Iterator[tuple[str, ...]]:
-    """Yield other layouts of the same devices for a run with one role, else the search.
+    """Yield other layouts of the same devices for a run with one role, or else a search.
 
-    A run with several roles on one device is also searched for on more devices.
+    For a run with several roles on one device, a search on more devices is yielded too.
     """
     experiment = run.experiment
     count = experiment.num_devices
@@ -424,9 +426,9 @@ def _list_layout_words(run: RunForecast, config: RunConfig) -> Iterator[tuple[st
     (role, spec) = next(iter(experiment.roles.items()))
     if spec.parallel != ParallelSpec():
         return
-    now = experiment.role_meshes[role].layout
+    current = experiment.role_meshes[role].layout
     for layout in list_layouts(count, per_node):
-        if str(layout) != str(now):
+        if str(layout) != str(current):
             yield (f"{role}.layout={format_layout(layout)}",)
 
 
@@ -437,46 +439,46 @@ def select_options(base: RunForecast, tried: Sequence[OptionForecast]) -> list[O
     memory. Otherwise, these are those with which it fits or, if there are none, the three that need
     the least memory.
     """
-    fitting = [each for each in tried if each.fits]
+    fitting = [candidate for candidate in tried if candidate.fits]
     if base.fits:
         helpful = []
-        for each in fitting:
-            faster = each.tokens_per_second >= (1 + LEAST_SPEEDUP) * base.tokens_per_second
-            smaller = each.needed <= (1 - LEAST_MEMORY_SAVED) * base.needed
+        for candidate in fitting:
+            faster = candidate.tokens_per_second >= (1 + LEAST_SPEEDUP) * base.tokens_per_second
+            smaller = candidate.needed <= (1 - LEAST_MEMORY_SAVED) * base.needed
             if faster or smaller:
-                helpful.append(each)
+                helpful.append(candidate)
     elif fitting:
         helpful = fitting
     else:
-        return sorted(tried, key=lambda each: each.needed)[:3]
-    helpful.sort(key=lambda each: (-each.tokens_per_second, each.needed))
+        return sorted(tried, key=lambda candidate: candidate.needed)[:3]
+    helpful.sort(key=lambda candidate: (-candidate.tokens_per_second, candidate.needed))
     selected = []
     layouts = 0
-    for each in helpful:
-        if len(each.option.words) == 1 and ".layout=" in each.option.words[0]:
+    for candidate in helpful:
+        if len(candidate.option.words) == 1 and ".layout=" in candidate.option.words[0]:
             layouts += 1
             if layouts > MOST_LAYOUTS:
                 continue
-        selected.append(each)
+        selected.append(candidate)
     return selected
 
 
 def format_options(base: RunForecast, options: Sequence[OptionForecast]) -> list[str]:
     """Return a line per option: seconds per step, tokens per second and memory of a device."""
     rows = [("options", "s per step", "tokens/s", "GiB of a device", "")]
-    now = OptionForecast.from_run(RunOption(("as set",)), base)
-    for each in [now, *options]:
-        marks = [] if each.fits else ["does not fit"]
-        if each.num_devices != base.experiment.num_devices:
-            marks.append(f"{each.num_devices} devices")
-        if each.option.lacks:
-            marks.append(f"needs {each.option.lacks}")
-        gib = each.needed / GIB
+    current = OptionForecast.from_run(RunOption(("as set",)), base)
+    for candidate in [current, *options]:
+        marks = [] if candidate.fits else ["does not fit"]
+        if candidate.num_devices != base.experiment.num_devices:
+            marks.append(f"{candidate.num_devices} devices")
+        if candidate.option.lacks:
+            marks.append(f"needs {candidate.option.lacks}")
+        gib = candidate.needed / GIB
         rows.append(
             (
-                " ".join(each.option.words),
-                format_three_digits(each.step_seconds),
-                f"{each.tokens_per_second:,.0f}",
+                " ".join(candidate.option.words),
+                format_three_digits(candidate.step_seconds),
+                f"{candidate.tokens_per_second:,.0f}",
                 f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}",
                 ", ".join(marks),
             )

@@ -52,7 +52,7 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Experiment in which every role has a backend and a dtype, with what its roles read.
+    """Experiment in which every role has a backend and a dtype, with its models' files.
 
     Attributes:
         experiment: The experiment, with a backend and a dtype in every role.
@@ -123,16 +123,15 @@ def resolve_run(
 
 @dataclass(frozen=True)
 class RunData:
-    """Rows of a run, and what follows from them.
+    """Rows of a run, and values that depend on them.
 
     Attributes:
         loaded: The training and validation rows.
         horizon: Length of the run.
         fixed_prompts: The tokenized prompts of the file `eval_prompts`, or None if there is none.
         eval_suite: The tasks of the option `eval_suite`, or None if there are none.
-        longest: Number of tokens of the longest sequence, which consists of the longest row, of the
-            data or of `eval_prompts`, and of the tokens that are sampled after it. None if rows are
-            not counted.
+        longest: Number of tokens of the longest sequence: the longest row of the data or of
+            `eval_prompts`, with the tokens that are sampled after it. None if rows are not counted.
     """
 
     loaded: LoadedData
@@ -185,11 +184,11 @@ def check_calls(experiment: Experiment) -> None:
     Raises `UserError` if an interface lacks the method that a node calls or does not accept the
     node's arguments, or if a function or hook is unknown.
     """
-    beside = []
-    for each in (experiment.evaluation, experiment.fixed_prompts, experiment.eval_suite):
-        if each is not None:
-            beside.append(each.graph)
-    for graph in (experiment.graph, *beside):
+    graphs = [experiment.graph]
+    for evaluation in (experiment.evaluation, experiment.fixed_prompts, experiment.eval_suite):
+        if evaluation is not None:
+            graphs.append(evaluation.graph)
+    for graph in graphs:
         for node in graph.nodes:
             if isinstance(node, MFCDef):
                 _check_call(experiment, node)
@@ -205,14 +204,14 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"that has {node.method}"
         )
     if not implements_method(node.interface, node.method):
-        there = []
+        existing_methods = []
         for method in METHODS:
             if implements_method(node.interface, method):
-                there.append(method)
+                existing_methods.append(method)
         raise GraphError(
             f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
-            f"does not have it "
-            f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
+            f"does not have it (it has {', '.join(existing_methods) or 'none of them'}); name "
+            "another interface or method"
         )
     try:
         inspect.signature(cls).bind(**node.args)
@@ -240,9 +239,8 @@ def _check_hook(node: MFCDef, name: str) -> None:
 
 
 def _check_cache(experiment: Experiment, node: MFCDef) -> None:
-    changed = {n.role for n in experiment.trained_nodes} | {
-        s.target for s in experiment.graph.syncs
-    }
+    changed = {trained.role for trained in experiment.trained_nodes}
+    changed |= {sync.target for sync in experiment.graph.syncs}
     if node.method != "inference" or node.role in changed or not node.output_keys:
         raise GraphError(
             f"node {node.name!r}: cache=True is for inference with a frozen role only, and "
@@ -339,11 +337,11 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     """
     main = experiment.roles[experiment.data_role]
     if main.path is None or main.backend in NO_NETWORK:
-        own = main
+        main_with_dtype = main
     else:
         on_cpu = device.type != "cuda" and experiment.control.device != TPU
-        own = with_dtype(main, main.path, on_cpu=on_cpu)
-    dtype = own.dtype or "float32"
+        main_with_dtype = with_dtype(main, main.path, on_cpu=on_cpu)
+    dtype = main_with_dtype.dtype or "float32"
     roles = {}
     for name, spec in experiment.roles.items():
         roles[name] = replace(spec, dtype=spec.dtype or dtype)
@@ -363,15 +361,14 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
                 read_layout(spec)
             except ConfigError as error:
                 raise ConfigError(f"{role}.{error}") from None
-    wanted, call_meshes = dict(experiment.role_meshes), experiment.call_meshes
+    meshes, call_meshes = dict(experiment.role_meshes), experiment.call_meshes
     roles = {role: role for role in experiment.roles}
     for name, call in experiment.calls.items():
         roles[call.name] = call.role
         if call.layout is not None:
-            wanted[call.name] = call_meshes[name]
-    for name, mesh in reversed(
-        wanted.items()
-    ):  # check calls first: an error should name a call's own option
+            meshes[call.name] = call_meshes[name]
+    # Check calls before roles, so that an error names the call's option.
+    for name, mesh in reversed(meshes.items()):
         spec = experiment.roles[roles[name]]
         try:
             if spec.backend == "torch":
@@ -394,8 +391,9 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
 
 
 def _can_use_mesh(backend: str) -> bool:
-    """Return whether a backend builds engines on several devices: whether its third argument is a
-    mesh.
+    """Return whether a backend can build engines on several devices.
+
+    The third argument of such a backend is the mesh.
     """
     names = inspect.signature(backends.get(backend)).parameters
     return len(names.keys() - {"tokenizer"}) > 2
@@ -415,18 +413,16 @@ def check_longest_sequence(run: ResolvedRun, rows: int) -> None:
     for call in calls:
         limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
         if rows and call.method != "generate" and rows + sampled > limit:
-            own = f"{call.name}." if call.max_tokens_per_microbatch else ""
+            prefix = f"{call.name}." if call.max_tokens_per_microbatch else ""
             if sampled:
-                what = f"a prompt of {rows:,} tokens and {sampled:,} new ones"
-            else:
-                what = f"a row of {rows:,} tokens"
-            if sampled:
+                sequence = f"a prompt of {rows:,} tokens and {sampled:,} new ones"
                 fix = "gen.max_new_tokens"
             else:
+                sequence = f"a row of {rows:,} tokens"
                 fix = "dataset.max_seqlen, which cuts longer rows"
             raise ConfigError(
-                f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, "
-                f"{what}; raise it, or lower {fix}"
+                f"{prefix}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, "
+                f"{sequence}; raise it, or lower {fix}"
             )
 
 
@@ -451,22 +447,22 @@ def check_kv_cache(run: ResolvedRun, rows: int) -> None:
         if call.method != "generate" or limit_gb is None or spec.backend != "torch":
             continue
         layout = experiment.call_meshes[name].layout
-        each = compute_token_bytes(run.configs[call.role], DTYPES[choose_dtype(spec)]) / (
-            layout.tensor * layout.pipeline
-        )
-        # rows have completions here, so the length of the prompts is not known
+        bytes_per_token = compute_token_bytes(
+            run.configs[call.role], DTYPES[choose_dtype(spec)]
+        ) / (layout.tensor * layout.pipeline)
+        # If only a share of the answers is sampled, `rows` includes completions, and the length of
+        # the prompts is not known.
         if "share" in call.args:
             prompt = 1
         else:
             prompt = max(rows, 1)
         needed = prompt + int(call.args.get("max_new_tokens") or 0)
-        room = int(limit_gb * GIGABYTE / each)
+        room = int(limit_gb * GIGABYTE / bytes_per_token)
         if needed > room:
             raise ConfigError(
                 f"gen.kv_cache_gb={limit_gb:g}: has room for keys and values of {room:,} tokens, and "
-                f"a prompt with its completion can "
-                f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
-                f"it out"
+                f"a prompt with its completion can have {needed:,}; write "
+                f"{1.05 * needed * bytes_per_token / GIGABYTE:.3g} or more, or leave it out"
             )
 
 

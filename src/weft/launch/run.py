@@ -81,7 +81,7 @@ def run(
     """Run an experiment to its end.
 
     `mode` is `local` to use the devices of this machine, or `ray` to use an existing Ray cluster;
-    None stands for the mode in the configuration. With `local` and a single device, the run uses
+    with None, the mode in the configuration is used. With `local` and a single device, the run uses
     this process. `show` configures the output. `built` is the result of
     `build_with_choices(config)`, if the caller has it already.
 
@@ -252,9 +252,9 @@ def mark_as_planned(
     """
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
-    own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    options = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     changed: dict[str, Any] = {}
-    for name, value in own.items():
+    for name, value in options.items():
         if isinstance(value, ModelSpec):
             changed[name] = replace(value, planned=True)
         if isinstance(value, DatasetSpec) and not needs_data:
@@ -330,11 +330,11 @@ def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
     experiment = build_experiment(config)
     if not is_dataclass(config) or isinstance(config, type):
         return experiment
-    given = dict(flatten_options(to_mapping(config)))
-    settled = flatten_options(experiment.config)
+    configured = dict(flatten_options(to_mapping(config)))
+    resolved = flatten_options(experiment.config)
     chosen = []
-    for name, value in settled:
-        if is_left_open(given.get(name, "")) and value != given.get(name, value):
+    for name, value in resolved:
+        if is_left_open(configured.get(name, "")) and value != configured.get(name, value):
             chosen.append(name)
     return replace(experiment, chosen=chosen)
 

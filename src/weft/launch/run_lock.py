@@ -57,9 +57,9 @@ def admit_run(experiment: Experiment, directory: RunDirectory) -> bool:
     options = experiment.resolve()
     resumes = admit(directory, experiment.control, options, experiment.left_at_default)
     if resumes and experiment.control.resume_from is None:
-        before = read_json(directory.path / COPIES)
+        recorded = read_json(directory.path / COPIES)
         for url, version in experiment.read_copy_versions().items():
-            if before.get(url, version) != version:
+            if recorded.get(url, version) != version:
                 raise ConfigError(
                     f"{url}: has changed since the run in {directory.path} was started; restore "
                     f"it, or choose another trial_name"
@@ -81,7 +81,7 @@ def find_refusal(experiment: Experiment) -> str | None:
 
 
 def check_bucket(control: Control, mode: str) -> None:
-    """Raise `ConfigError` for a run in a bucket whose processes need a folder that they share.
+    """Raise `ConfigError` for a run in a bucket whose processes need a shared folder.
 
     Also raises `ConfigError` if the package for this kind of bucket is missing.
     """
@@ -105,7 +105,7 @@ def find_run_url(control: Control) -> str:
 
 @contextmanager
 def upload_during(mirror: RunMirror | None) -> Iterator[None]:
-    """Upload what a run writes in the context, and wait for the uploads at its end.
+    """Upload the files that a run writes in the context, and wait for the uploads at its end.
 
     If the run fails and the last upload fails as well, the run's own error is raised with a note.
     Without a mirror, nothing is done.
@@ -137,7 +137,7 @@ def _open_mirror(experiment: Experiment, directory: RunDirectory) -> RunMirror:
 
 
 def _admit_run_in_bucket(experiment: Experiment, directory: RunDirectory) -> bool:
-    """Return what `admit_run` does, with the URL of the run in messages."""
+    """Admit the run like `admit_run`, with its URL in messages."""
     try:
         return admit_run(experiment, directory)
     except ConfigError as error:

@@ -97,14 +97,14 @@ def start_job(
     number = submit_job(request)
     names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
     if experiment.control.fileroot == "./runs":
-        where = ""
+        root_option = ""
     else:
-        where = f" --fileroot {shlex.quote(experiment.control.fileroot)}"
+        root_option = f" --fileroot {shlex.quote(experiment.control.fileroot)}"
     return (
         f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; "
         f"its script and logs are in "
-        f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop "
-        f"{names}{where} ends it"
+        f"{request.folder}\nweft logs {names}{root_option} --follow shows what it does, weft stop "
+        f"{names}{root_option} ends it"
     )
 
 
@@ -213,17 +213,17 @@ def build_request(
             f"n_gpus_per_node={gpus} are {devices}; "
             "raise one of them, choose smaller layouts or lower device_mesh numbers"
         )
-    own = math.ceil(experiment.num_devices / nodes)
+    devices_per_node = math.ceil(experiment.num_devices / nodes)
     on_cpus = control.device == "cpu" or gpus == 0
     if on_cpus and spec.cpus_per_node is None:
-        spec = replace(spec, cpus_per_node=own)
+        spec = replace(spec, cpus_per_node=devices_per_node)
     return SlurmRequest(
         name=f"weft-{control.experiment_name}-{control.trial_name}",
         run=run,
         command=command,
         n_nodes=nodes,
         gpus_per_node=0 if on_cpus else gpus,
-        devices_per_node=own,
+        devices_per_node=devices_per_node,
         spec=spec,
         env=control.env,
     )
@@ -313,24 +313,24 @@ def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
     spec = request.spec
     if spec.container is None:
         return "", "", ""
-    here = str(Path.cwd())
+    folder = str(Path.cwd())
     run = request.run.absolute()
     root = str(run.parent.parent)
     mounts = list(
-        dict.fromkeys([f"{here}:{here}", f"{root}:{root}", "/tmp:/tmp", *spec.container_mounts])
+        dict.fromkeys([f"{folder}:{folder}", f"{root}:{root}", "/tmp:/tmp", *spec.container_mounts])
     )
     if not spec.container.endswith(".sif"):
         words = [f"--container-image={spec.container}", f"--container-mounts={','.join(mounts)}"]
-        return "pyxis", shlex.join([*words, f"--container-workdir={here}"]), ""
+        return "pyxis", shlex.join([*words, f"--container-workdir={folder}"]), ""
     nvidia = ["--nv"] if request.gpus_per_node else []
-    bound = []
+    bindings = []
     for mount in mounts:
         for word in ("--bind", mount):
-            bound.append(word)
+            bindings.append(word)
     return (
         "apptainer",
         "",
-        shlex.join(["apptainer", "exec", *nvidia, *bound, "--pwd", here, spec.container]),
+        shlex.join(["apptainer", "exec", *nvidia, *bindings, "--pwd", folder, spec.container]),
     )
 
 
@@ -344,12 +344,11 @@ def submit_job(request: SlurmRequest) -> str:
     or rejects the job.
     """
     # Check that the job can be submitted.
-    there = find_running_job(request.run)
-    if there is not None:
+    running = find_running_job(request.run)
+    if running is not None:
         raise ConfigError(
-            f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, "
-            f"end it with `weft stop`, or "
-            "choose another trial_name"
+            f"job {running[0]} of {request.run} is already in the queue ({running[1]}); wait for "
+            "it, end it with `weft stop`, or choose another trial_name"
         )
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -363,14 +362,14 @@ def submit_job(request: SlurmRequest) -> str:
     file = request.folder / SCRIPT
     write(file, text)
     file.chmod(0o755)
-    done = _run_slurm("sbatch", "--parsable", str(file))
-    if done.returncode:
+    result = _run_slurm("sbatch", "--parsable", str(file))
+    if result.returncode:
         raise ConfigError(
-            f"sbatch rejected the job: {_get_first_line(done.stderr)}; the script is {file}, its "
+            f"sbatch rejected the job: {_get_first_line(result.stderr)}; the script is {file}, its "
             f"options are slurm.*"
         )
     # Record the number, by which other commands find the job.
-    number = done.stdout.strip().splitlines()[-1].split(";")[0]
+    number = result.stdout.strip().splitlines()[-1].split(";")[0]
     write(
         request.folder / JOB_FILE,
         json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n",
@@ -426,23 +425,23 @@ def _read_state(number: str) -> str | None:
             f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of "
             f"the cluster"
         )
-    done = _run_slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
-    if done.returncode:
-        if "Invalid job id" in done.stderr:  # ended long ago and removed from Slurm's records
+    result = _run_slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
+    if result.returncode:
+        if "Invalid job id" in result.stderr:  # ended long ago and removed from Slurm's records
             return None
         raise RunError(
-            f"squeue did not report the state of job {number}: {_get_first_line(done.stderr)}"
+            f"squeue did not report the state of job {number}: {_get_first_line(result.stderr)}"
         )
-    state = done.stdout.strip()
+    state = result.stdout.strip()
     if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"):
         return state
     return None
 
 
 def _run_checked(*words: str) -> None:
-    done = _run_slurm(*words)
-    if done.returncode:
-        raise RunError(f"{words[0]} failed: {_get_first_line(done.stderr)}")
+    result = _run_slurm(*words)
+    if result.returncode:
+        raise RunError(f"{words[0]} failed: {_get_first_line(result.stderr)}")
 
 
 def _run_slurm(*words: str) -> subprocess.CompletedProcess[str]:

@@ -60,12 +60,12 @@ def find_run_directory(experiment_name: str, trial_name: str, fileroot: str) -> 
     """
     run = Path(fileroot).expanduser() / experiment_name / trial_name
     if not run.is_dir():
-        there = sorted(
+        runs = sorted(
             str(p.relative_to(run.parent.parent))
             for p in run.parent.parent.glob("*/*")
             if p.is_dir()
         )
-        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+        raise ConfigError(f"there is no run {run}; runs here: {', '.join(runs[:8]) or 'none'}")
     return run
 
 

@@ -66,7 +66,7 @@ class JobSubmission:
     """A job, its template and the record of its steps.
 
     With `resubmit`, a submitted job is submitted again. `identity` identifies the contents of a
-    model that may not exist yet; if it is None, the files of its folder do.
+    model that may not exist yet; if it is None, sizes and times of the model's files identify them.
     """
 
     job: EvalJob
@@ -91,8 +91,8 @@ class JobSubmission:
                 job = job.with_dataset(dataset)
         file = self._choose_file(self._render(job))
         print(f"# {file.path}\n{file.text.rstrip()}")
-        done = None if self.resubmit else self._describe_submission(file)
-        print(done or f"$ {format_command(self.build_submit(file.path))}")
+        earlier = None if self.resubmit else self._describe_submission(file)
+        print(earlier or f"$ {format_command(self.build_submit(file.path))}")
 
     def run(self) -> int:
         """Run the steps that are left, and return the exit code: that of a client that failed."""
@@ -175,9 +175,9 @@ class JobSubmission:
 
     def _submit(self, job: EvalJob, installed: bool) -> int:
         file = self._choose_file(self._render(job))
-        done = self._describe_submission(file)
-        if done is not None and not self.resubmit:
-            print(done)
+        earlier = self._describe_submission(file)
+        if earlier is not None and not self.resubmit:
+            print(earlier)
             return 0
         if file.exists:
             print(f"job file: skipped, {file.path} has this job")
@@ -273,7 +273,7 @@ def check_partitions(job: EvalJob) -> None:
     if job.system != "slurm" or not job.clusters or shutil.which("sinfo") is None:
         return
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"],
             capture_output=True,
             text=True,
@@ -282,8 +282,8 @@ def check_partitions(job: EvalJob) -> None:
         )
     except subprocess.TimeoutExpired:
         return
-    known = done.stdout.split()
-    for name in job.clusters if known and done.returncode == 0 else ():
+    known = result.stdout.split()
+    for name in job.clusters if known and result.returncode == 0 else ():
         if name not in (*known, "all"):
             raise build_unknown_name_error("--cluster", name, known)
 
@@ -315,7 +315,7 @@ def run_client(words: Sequence[str], *, live: bool = False) -> ClientResult:
 
 
 def print_failure(words: Sequence[str], result: ClientResult, fix: str) -> None:
-    """Print why a client failed, in its own last words, to standard error."""
+    """Print the last lines of a failed client's output, as the reason, to standard error."""
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
     most = 1 if TRACEBACK in lines else REASON_LINES
     reason = "; ".join(lines[-most:])[-REASON_CHARACTERS:] or "no reason given"

@@ -54,14 +54,14 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
     Does not wait for the end of the pipe, because orphans of the child can keep the pipe open.
     """
-    held = b""
+    unfinished = b""
     while True:
         has_ended = child.poll() is not None
         if select.select([pipe], [], [], POLL_SECONDS)[0]:
             chunk = os.read(pipe, 1 << 16)
             if not chunk:
                 return
-            *lines, held = (held + chunk).split(b"\n")
+            *lines, unfinished = (unfinished + chunk).split(b"\n")
             yield from lines
         elif has_ended:
             return
@@ -91,7 +91,7 @@ class Supervisor:
         """
         lost = ""
         restarts = 0
-        left = MOST_RESTARTS
+        restarts_left = MOST_RESTARTS
         furthest = -1
         adopt_orphans()  # so that processes left by a killed child can be ended here
         with self._forward_signals():
@@ -107,16 +107,16 @@ class Supervisor:
                     raise self._record_stop(-code, step)
                 lost = self._describe_killed()
                 if step > furthest:
-                    left = MOST_RESTARTS
+                    restarts_left = MOST_RESTARTS
                     furthest = step
-                why_not = self._explain_no_restart(left, step)
+                why_not = self._explain_no_restart(restarts_left, step)
                 if why_not is not None:
                     raise self._record_failure(f"{lost}{why_not}", step)
-                left = left - 1
+                restarts_left = restarts_left - 1
                 restarts = restarts + 1
                 self._print_note(
-                    f"{lost}; continuing with a new process (restart {MOST_RESTARTS - left} of "
-                    f"{MOST_RESTARTS})"
+                    f"{lost}; continuing with a new process "
+                    f"(restart {MOST_RESTARTS - restarts_left} of {MOST_RESTARTS})"
                 )
 
     def _run_child(self, restarts: int) -> int:
@@ -127,23 +127,26 @@ class Supervisor:
         self._calls = {}
         self._lost_part = None
         self._exit_code = None
-        ours, its = os.pipe()
-        environment = {**os.environ, SUPERVISOR_VARIABLE: f"{its}:{restarts}:{os.getpid()}"}
+        read_end, write_end = os.pipe()
+        environment = {**os.environ, SUPERVISOR_VARIABLE: f"{write_end}:{restarts}:{os.getpid()}"}
         child = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0
+            [sys.executable, *sys.orig_argv[1:]],
+            env=environment,
+            pass_fds=[write_end],
+            process_group=0,
         )
         self._child = child
-        os.close(its)
+        os.close(write_end)
         if self._stop_signal is not None:
             self._send_signal(self._stop_signal)
         try:
-            for each in _read_lines(child, ours):
+            for line in _read_lines(child, read_end):
                 with suppress(ValueError):  # incomplete last line
-                    self._process_message(json.loads(each))
+                    self._process_message(json.loads(line))
                 if self._exit_code is not None:
                     break
         finally:
-            os.close(ours)
+            os.close(read_end)
         try:
             child.wait(None if self._exit_code is None else EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -189,11 +192,11 @@ class Supervisor:
             signal.SIGTSTP: pause,
             signal.SIGCONT: resume,
         }
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _send_signal(self, number: int) -> None:
@@ -211,28 +214,30 @@ class Supervisor:
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            ending = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
+            ending = f"ended with exit code {code}"
         roles = {call.name: call.role for call in self._experiment.calls.values()}
         calls = []
-        for each in list(self._calls.values())[:3]:
-            name = each["call"].rpartition("/")[2]
+        for running in list(self._calls.values())[:3]:
+            name = running["call"].rpartition("/")[2]
             calls.append(
-                f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, "
-                f"{', '.join(each['where'])})"
+                f"call {name!r} of role {roles[name]!r} (firing {running['firing']}, "
+                f"{', '.join(running['where'])})"
             )
-        at = f" in {' or '.join(calls)}" if calls else ""
-        why = (
+        place = f" in {' or '.join(calls)}" if calls else ""
+        cause = (
             self._lost_part
             or "Ray kills it if the raylet of its machine dies, the system if memory runs out"
         )
-        return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
+        process = f"the run's process {self._child.pid} on {socket.gethostname()}"
+        return f"{process} {ending}{place}; {cause}"
 
-    def _explain_no_restart(self, left: int, step: int) -> str | None:
+    def _explain_no_restart(self, restarts_left: int, step: int) -> str | None:
         """Return the reason why a killed child is not replaced, or None if it should be replaced.
 
-        `left` is the number of restarts left, and `step` is the last step that the run completed.
+        `restarts_left` is the number of restarts left, and `step` is the last step that the run
+        completed.
         """
         if self._stop_signal is not None:
             return (
@@ -240,7 +245,7 @@ class Supervisor:
             )
         if self._experiment.control.recover_mode != "auto":
             return f"; recover_mode={self._experiment.control.recover_mode} does not restart it"
-        if not left:
+        if not restarts_left:
             return f"; {MOST_RESTARTS} restarts made no progress after step {step}"
         return None if self._directory.has_run() else "; it had not started"
 

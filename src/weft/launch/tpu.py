@@ -553,7 +553,7 @@ def _check_environment(path: Path) -> None:
 def show_logs(pod: TpuPod, worker: str, lines: int, *, follow: bool) -> str:
     """Print the last lines of the log of each host, or with `follow` new lines of all as they come.
 
-    Without `follow`, the lines of a host stand together.
+    Without `follow`, the lines of each host are printed together.
     """
     command = pod.build_host_command("logs", "--lines", str(lines), *(["--follow"] * follow))
     words = pod.build_ssh(worker, command)

@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns 0, except that `run` returns the exit code of what it runs.
     """
-    given_words = list(sys.argv[1:] if argv is None else argv)
-    # Words after the first -- belong to the command to run, which may have a -- of its own.
-    end = given_words.index("--") if "--" in given_words else len(given_words)
-    words = given_words[end + 1 :]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Words after the first -- belong to the command to run, which may itself contain --.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = arguments[end + 1 :]
     parser = argparse.ArgumentParser(prog="python -m weft.launch.tpu_host")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("status", "clean", "holders"):
@@ -121,33 +121,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = commands.add_parser("logs")
     logs.add_argument("--lines", type=int, default=20)
     logs.add_argument("--follow", action="store_true")
-    given = parser.parse_args(given_words[:end])
-    if given.command in ("start", "run") and not words:
-        parser.error(f"{given.command}: nothing follows --")
+    options = parser.parse_args(arguments[:end])
+    if options.command in ("start", "run") and not words:
+        parser.error(f"{options.command}: nothing follows --")
     folder = Path.home() / FOLDER
     host = socket.gethostname()
     report = HostReport(worker=name_worker(host), host=host)
-    if given.command == "holders":
+    if options.command == "holders":
         print(json.dumps([asdict(holder) for holder in list_visible_holders()]))
         return 0
-    if given.command == "logs":
-        print_log(folder, report.worker, given.lines, follow=given.follow)
+    if options.command == "logs":
+        print_log(folder, report.worker, options.lines, follow=options.follow)
         return 0
-    if given.command == "run":
-        code = run_command(folder, report.worker, words, mark=given.mark, with_jax=given.jax)
+    if options.command == "run":
+        code = run_command(folder, report.worker, words, mark=options.mark, with_jax=options.jax)
         sys.stdout.flush()
         sys.stderr.write(ENDED.format(report.worker, code))
         sys.stderr.flush()
         return code
-    if given.command == "status":
+    if options.command == "status":
         report.facts = {"running": describe_run(folder)}
         report.text = describe_run(folder) or "no run"
-    elif given.command == "check":
-        check_host(report, given.timeout, with_jax=given.jax)
-    elif given.command == "start":
-        start_run(folder, report, words, given.log, given.libtpu)
-    elif given.command == "stop":
-        stop_run(folder, report, given.timeout, now=given.now)
+    elif options.command == "check":
+        check_host(report, options.timeout, with_jax=options.jax)
+    elif options.command == "start":
+        start_run(folder, report, words, options.log, options.libtpu)
+    elif options.command == "stop":
+        stop_run(folder, report, options.timeout, now=options.now)
     else:
         clean_up(report)
     # One write below the size of a pipe's buffer, so that lines of several hosts do not mix.
@@ -162,9 +162,9 @@ def name_worker(host: str) -> str:
     TPU_WORKER_ID, which libtpu reads too, overrides it. Returns the host's name if neither has a
     number.
     """
-    own = os.environ.get("TPU_WORKER_ID", "")
-    if own.isdecimal():
-        return own
+    worker_id = os.environ.get("TPU_WORKER_ID", "")
+    if worker_id.isdecimal():
+        return worker_id
     _, mark, number = host.split(".")[0].rpartition("-w-")
     return number if mark and number.isdecimal() else host
 
@@ -266,13 +266,13 @@ def stop_run(folder: Path, report: HostReport, timeout_s: float, *, now: bool) -
         if now or pid == session or session not in members:
             send_signal(pid, signal.SIGKILL if now else signal.SIGTERM)
     end = time.monotonic() + (min(timeout_s, KILL_SECONDS) if now else timeout_s)
-    while (left := list_run_processes(folder)) and time.monotonic() < end:
+    while (remaining := list_run_processes(folder)) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
     report.text = f"stopped process {session}" if members else "no run to stop"
     problems = []
-    if left:
+    if remaining:
         problems.append(
-            f"processes {', '.join(map(str, left))} still run after {timeout_s:g} s; "
+            f"processes {', '.join(map(str, remaining))} still run after {timeout_s:g} s; "
             "--now kills them"
         )
     problems.extend(str(holder) for holder in find_holders())

@@ -31,7 +31,7 @@ def compute_input_half(
     """Compute the gradient of a stage's input `states`, and prepare the gradients of its weights.
 
     The input's gradient is stored in `states.grad`. `roots` are the tensors at which the backward
-    pass starts, and `gradients` are their gradients; None stands for the gradient 1 of a scalar.
+    pass starts, and `gradients` are their gradients; None means the gradient 1 of a scalar.
     Roots with dimensions cannot be used afterwards, because torch detaches them.
 
     Returns groups of weights for `compute_weight_half`. Each group has the autograd nodes at which
@@ -42,10 +42,12 @@ def compute_input_half(
     from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
 
     # torch detaches the roots in place at the end, which fails for views.
-    own = [root.clone() if root.dim() == 0 else root for root in roots]
-    weights = [leaf for leaf in _iterate_leaves(own) if leaf is not states]
+    cloned_roots = [root.clone() if root.dim() == 0 else root for root in roots]
+    weights = [leaf for leaf in _iterate_leaves(cloned_roots) if leaf is not states]
     starts = cast(list[Tensor], list(gradients))
-    _, groups = stage_backward_input(own, starts, [states], iter(cast(list[nn.Parameter], weights)))
+    _, groups = stage_backward_input(
+        cloned_roots, starts, [states], iter(cast(list[nn.Parameter], weights))
+    )
     return groups
 
 
@@ -55,17 +57,17 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
     `groups` are the groups of weights that `compute_input_half` returned. With `sums`, the
     accumulated gradients of a sharded network are afterwards summed over the ranks.
     """
-    left = list(groups)
+    remaining = list(groups)
     for part in iterate_unsharded(network, sums=sums):
-        own = set(part.parameters())
-        rest = []
-        for group in left:
-            if any(node.variable in own for node in group["params"]):
+        parameters = set(part.parameters())
+        others = []
+        for group in remaining:
+            if any(node.variable in parameters for node in group["params"]):
                 _accumulate(group)
             else:
-                rest.append(group)
-        left = rest
-    assert not left, "each group of weights is of one part"
+                others.append(group)
+        remaining = others
+    assert not remaining, "each group of weights is of one part"
 
 
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -82,10 +84,10 @@ def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
             continue
         if node.name() == "torch::autograd::AccumulateGrad":
             yield node.variable
-        for before, _ in node.next_functions:
-            if before not in seen:
-                seen.add(before)
-                nodes.append(before)
+        for next_node, _ in node.next_functions:
+            if next_node not in seen:
+                seen.add(next_node)
+                nodes.append(next_node)
 
 
 def _accumulate(group: Group) -> None:
@@ -106,7 +108,7 @@ def _accumulate(group: Group) -> None:
     # A node can be downstream of another node of the group. Its stored gradient is complete, so it
     # replaces the gradient that arrives from the other node.
     clamps = [
-        node.register_prehook(lambda _, own=waiting: own)
+        node.register_prehook(lambda _, stored=waiting: stored)
         for node, waiting in zip(nodes, group["grads"], strict=True)
         if len(nodes) > 1
     ]

@@ -42,8 +42,10 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
                 )
                 num, outputs, inputs = stack.weight.shape
                 with stack.weight.device:
-                    own = ExpertStack(num // group.size(), inputs, outputs).to(stack.weight.dtype)
-                setattr(module, name, own)
+                    local_stack = ExpertStack(num // group.size(), inputs, outputs).to(
+                        stack.weight.dtype
+                    )
+                setattr(module, name, local_stack)
             exchange = _ExpertExchange(group)
             module.register_forward_pre_hook(exchange.send_rows)
             module.register_forward_hook(exchange.send_outputs)
@@ -53,7 +55,7 @@ class _ExpertExchange:
     """Hooks on `ExpertMLP` that exchange the rows between ranks that each have some of the experts.
 
     Each row is sent to the rank that has the row's expert, and the output of the expert is sent
-    back. In between, the object stores the numbers of rows and their order.
+    back. In between, the object stores the numbers and the order of the rows.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -70,10 +72,10 @@ class _ExpertExchange:
         counts = groups.counts.view(self._group.size(), -1)  # [ranks, experts of a rank]
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
-        of_all = counts.tolist()
-        of_here = arriving.tolist()
-        sent = [sum(row) for row in of_all]
-        taken = [sum(row) for row in of_here]
+        sent_counts = counts.tolist()
+        received_counts = arriving.tolist()
+        sent = [sum(row) for row in sent_counts]
+        taken = [sum(row) for row in received_counts]
         # Rows arrive sorted by source rank, then by expert; sort them by expert.
         expert = torch.arange(arriving.shape[1], device=x.device).repeat(self._group.size())
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(
@@ -85,8 +87,10 @@ class _ExpertExchange:
         else:
             keys = self._exchange_dropout(dropout, sent, taken).select(order)
         self._sent = sent, taken, order
-        here = RowGroups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
-        return rows, here, keys
+        local_groups = RowGroups(
+            arriving.sum(0), [sum(column) for column in zip(*received_counts, strict=True)]
+        )
+        return rows, local_groups, keys
 
     def send_outputs(self, experts: nn.Module, given: object, outputs: Tensor) -> Tensor:
         """Send the outputs back in the order in which the rows arrived."""
@@ -97,18 +101,18 @@ class _ExpertExchange:
         return _exchange_rows(outputs, taken, sent, self._group)
 
     def _exchange_dropout(
-        self, own: TokenDropout, sent: list[int], taken: list[int]
+        self, dropout: TokenDropout, sent: list[int], taken: list[int]
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
         They determine the dropout masks of the tokens, so each token's key and position are sent to
-        the rank of its expert. `own` has the keys and positions of this rank's own tokens.
+        the rank of its expert. `dropout` has the keys and positions of this rank's own tokens.
         `sent[r]` tokens are sent to rank r, and `taken[r]` tokens are received from it.
         """
         words = _all_to_all(
-            torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self._group
+            torch.cat([dropout.keys, dropout.positions[:, None]], dim=1), sent, taken, self._group
         )
-        return replace(own, keys=words[:, :2], positions=words[:, 2])
+        return replace(dropout, keys=words[:, :2], positions=words[:, 2])
 
 
 def _exchange_rows(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:

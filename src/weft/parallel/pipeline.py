@@ -41,11 +41,9 @@ from weft.parallel.schedule import (
 from weft.parallel.shard import finish_backward, is_sharded, sync_gradients, unshard
 
 T = TypeVar("T")
-MOST_SENDS = (
-    # Limit on a rank's unfinished sends. At the limit, wait for the oldest one, which was received
-    # long ago unless a rank is stuck.
-    8
-)
+# Limit on a rank's unfinished sends. At the limit, wait for the oldest one, which was received long
+# ago unless a rank is stuck.
+MOST_SENDS = 8
 Outputs = dict[Output, Tensor]
 Loss = Callable[[int, Outputs], Tensor]  # (micro-batch number, its outputs) -> scalar
 # (stage, micro-batch), called after the forward pass -> scalar, or None if there is nothing to add
@@ -119,17 +117,17 @@ class Pipeline:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.placement = build_placement(kind, 1 if group is None else group.size(), len(networks))
-        wanted = self.placement.list_stages(self.rank)
-        if tuple(sorted(networks)) != wanted:
+        stages = self.placement.list_stages(self.rank)
+        if tuple(sorted(networks)) != stages:
             raise ConfigError(
                 f"pipeline schedule {kind}: rank {self.rank} of {self.placement.ranks} holds "
-                f"stages {list(wanted)}, "
+                f"stages {list(stages)}, "
                 f"not {sorted(networks)}"
             )
-        parameter = next(self.networks[wanted[0]].parameters())
+        parameter = next(self.networks[stages[0]].parameters())
         self.dtype = dtype or parameter.dtype
         self.device = parameter.device
-        self.width = self.networks[wanted[0]].config.hidden_size
+        self.width = self.networks[stages[0]].config.hidden_size
         self.lending_stage = _find_lending_stage(
             self.networks.get(0), self.networks.get(self.placement.num_stages - 1)
         )
@@ -193,9 +191,9 @@ class Pipeline:
         if self.group is None:
             return list(outputs or ())
         # Share shapes and dtypes first, so that the other ranks can allocate buffers.
-        given = [] if outputs is None else outputs
+        own_outputs = [] if outputs is None else outputs
         forms = self.share_values(
-            [{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in given]
+            [{name: (tuple(x.shape), x.dtype) for name, x in part.items()} for part in own_outputs]
         )
         # Broadcast each output of all micro-batches as one flat tensor.
         shared_outputs: list[Outputs] = [{} for _ in forms]
@@ -207,7 +205,9 @@ class Pipeline:
             shapes = [forms[number][name][0] for number in having]
             sizes = [int(torch.Size(shape).numel()) for shape in shapes]
             if self.has_last_stage:
-                flat = torch.cat([given[number][name].detach().flatten() for number in having])
+                flat = torch.cat(
+                    [own_outputs[number][name].detach().flatten() for number in having]
+                )
             else:
                 flat = torch.empty(sum(sizes), dtype=forms[having[0]][name][1], device=self.device)
             dist.broadcast(flat, group=self.group, group_src=self.placement.last_rank)
@@ -259,9 +259,8 @@ class _PipelineRun:
         self._loss = loss
         self._stage_loss = stage_loss
         self._passes: dict[tuple[int, int], _StagePass] = {}
-        self._local_tensors: dict[
-            TransferKey, Tensor
-        ] = {}  # to send, or input of another local stage
+        # tensors to send, or inputs of another stage on this rank
+        self._local_tensors: dict[TransferKey, Tensor] = {}
         self._receives: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
         self._sends: dict[TransferKey, tuple[Tensor, dist.Work]] = {}
         # Number of backward passes left, by stage.
@@ -303,12 +302,12 @@ class _PipelineRun:
 
     def _run_forward(self, stage: int, microbatch: int) -> None:
         network = self._pipeline.networks[stage]
-        given = self._microbatches[microbatch]
+        inputs = self._microbatches[microbatch]
         states = None if stage == 0 else self._take((stage - 1, stage, microbatch))
         training = torch.is_grad_enabled()
         if states is not None and training:
             states.requires_grad_()
-        result = network(given.x, given.want, given.temperature, given.support, states)
+        result = network(inputs.x, inputs.want, inputs.temperature, inputs.support, states)
         next_states = None
         losses = []
         if isinstance(result, Tensor):
@@ -317,15 +316,13 @@ class _PipelineRun:
         else:
             loss = self._loss(microbatch, result)
             if training and is_sharded(network) and not loss.requires_grad:
-                loss = connect_outputs(
-                    loss, result.values()
-                )  # other ranks wait for this rank's gradients
+                # Other ranks wait for this rank's gradients.
+                loss = connect_outputs(loss, result.values())
             losses.append(loss)
-        if (
-            self._stage_loss is not None
-            and (own := self._stage_loss(stage, microbatch)) is not None
-        ):
-            losses.append(own)
+        if self._stage_loss is not None:
+            stage_loss = self._stage_loss(stage, microbatch)
+            if stage_loss is not None:
+                losses.append(stage_loss)
         if training:
             self._passes[stage, microbatch] = _StagePass(states, next_states, losses)
 
@@ -387,7 +384,7 @@ class _PipelineRun:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors at which a stage's backward pass starts, and the gradient of each.
 
-        The first tensors are the stage's losses. Their gradients are None, which stands for 1. They
+        The first tensors are the stage's losses. Their gradients are None, which means 1. They
         are followed by the stage's output and the gradient received from the next stage, except on
         the last stage, which has only losses.
         """
@@ -435,7 +432,8 @@ class _PipelineRun:
         except RuntimeError as error:
             raise self._build_lost_error(ends, sending=message.direction == "SEND") from error
         assert work is not None
-        (self._sends if message.direction == "SEND" else self._receives)[ends] = tensor, work
+        in_flight = self._sends if message.direction == "SEND" else self._receives
+        in_flight[ends] = tensor, work
 
     def _take(self, ends: TransferKey) -> Tensor:
         """Return the tensor that a neighbouring stage has computed for one of this rank's stages.
@@ -466,13 +464,13 @@ class _PipelineRun:
 
     def _build_lost_error(self, ends: TransferKey, *, sending: bool) -> RunError:
         source, target, microbatch = ends
-        what = "states" if target > source else "gradient"
-        here, there = (source, target) if sending else (target, source)
-        peer = self._pipeline.placement.get_rank(there)
+        kind = "states" if target > source else "gradient"
+        own_stage, peer_stage = (source, target) if sending else (target, source)
+        peer = self._pipeline.placement.get_rank(peer_stage)
         verb = "was not received by" if sending else "did not come from"
         return RunError(
-            f"pipeline stage {here} (rank {self._pipeline.rank}), micro-batch {microbatch}: the "
-            f"{what} {verb} stage {there} "
+            f"pipeline stage {own_stage} (rank {self._pipeline.rank}), micro-batch {microbatch}: "
+            f"the {kind} {verb} stage {peer_stage} "
             f"(rank {peer}); that rank failed, or is later than the process group's timeout: look "
             f"at its log first"
         )
@@ -500,8 +498,8 @@ def sum_tied_gradients(
     """
     if not copies:
         return
-    given = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
-    total = given[0] if len(given) == 1 else torch.stack(given).sum(0)
+    gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+    total = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
     total = total.to(device).contiguous()
     if group is not None:
         sum_over_ranks(total, group)

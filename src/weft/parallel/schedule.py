@@ -85,21 +85,21 @@ def build_placement(kind: Kind, ranks: int, stages_per_rank: int | None = None) 
         raise ConfigError(
             f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}"
         )
-    usual = STAGES_A_RANK.get(kind)
-    if usual is not None and stages_per_rank not in (None, usual):
+    fixed = STAGES_A_RANK.get(kind)
+    if fixed is not None and stages_per_rank not in (None, fixed):
         were = "was" if stages_per_rank == 1 else "were"
-        stages = "one stage" if usual == 1 else f"{usual} stages"
+        stages = "one stage" if fixed == 1 else f"{fixed} stages"
         raise ConfigError(
             f"pipeline_schedule={kind} has {stages} per rank, and {stages_per_rank} {were} "
             "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
-    if usual is None and stages_per_rank is not None and stages_per_rank < 2:
+    if fixed is None and stages_per_rank is not None and stages_per_rank < 2:
         raise ConfigError(
             f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_per_rank} was "
             f"asked for; with 1 it is "
             f"{kind.removeprefix('interleaved_')}"
         )
-    return Placement(ranks, stages_per_rank or usual or 2, turns=kind == "zbv")
+    return Placement(ranks, stages_per_rank or fixed or 2, turns=kind == "zbv")
 
 
 @cache
@@ -112,7 +112,7 @@ def plan_actions(
     """
     order = build_order(kind, placement, num_microbatches)
     if forward_only:  # with fewer dependencies, the order can still be run
-        order = [[action for action in own if action.half == "F"] for own in order]
+        order = [[action for action in actions if action.half == "F"] for actions in order]
     return tuple(map(tuple, add_transfers(order, placement)))
 
 
@@ -143,15 +143,15 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     Raises `ValueError` for an order that cannot be run.
     """
     lists: list[list[Action]] = [[] for _ in order]
-    left = [list(reversed(own)) for own in order]
+    remaining = [list(reversed(actions)) for actions in order]
     done: set[ComputeAction] = set()
-    while any(left):
+    while any(remaining):
         ready = []
-        for own in left:
-            if own and all(need in done for need in _iterate_needs(own[-1], placement)):
-                ready.append(own.pop())
+        for actions in remaining:
+            if actions and all(need in done for need in _iterate_needs(actions[-1], placement)):
+                ready.append(actions.pop())
         if not ready:
-            stuck = ", ".join(str(own[-1]) for own in left if own)
+            stuck = ", ".join(str(actions[-1]) for actions in remaining if actions)
             raise ValueError(
                 f"this order cannot be run; next are {stuck}, and their inputs are never computed"
             )
@@ -233,7 +233,7 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     rounded = count
     while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
         rounded += 1
-    # Build the table from stand-ins with the attributes that it reads.
+    # Build the table from placeholders with the attributes that it reads.
     stages = []
     for stage in placement.list_stages(0):
         stages.append(
@@ -269,4 +269,4 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
 
 
 def _raise_unused(*_: Any) -> Any:
-    raise AssertionError("a table is made, nothing is computed")
+    raise AssertionError("only the table of a schedule is used, nothing is computed")

@@ -98,33 +98,33 @@ class SplitVocabulary:
             [part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1
         )
 
-    def logsumexp(self, own: Tensor) -> Tensor:
-        most = own.detach().clone(memory_format=torch.contiguous_format)
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        most = logits.detach().clone(memory_format=torch.contiguous_format)
         find_max_over_ranks(most, self.group)
         shift = torch.where(most.isfinite(), most, torch.zeros_like(most))
-        return sum_without_gradient((own - shift).exp(), self.group).log() + shift
+        return sum_without_gradient((logits - shift).exp(), self.group).log() + shift
 
     def gather(self, logits: Tensor, columns: Tensor) -> Tensor:
-        own = logits.gather(1, columns.clamp_min(0))
+        values = logits.gather(1, columns.clamp_min(0))
         return sum_without_gradient(
-            torch.where(columns >= 0, own, torch.zeros_like(own)), self.group
+            torch.where(columns >= 0, values, torch.zeros_like(values)), self.group
         )
 
     def scatter(self, x: Tensor, columns: Tensor, values: Tensor) -> None:
-        row, which = (columns >= 0).nonzero(as_tuple=True)
-        x[row, columns[row, which]] = values[row, which]
+        row, column = (columns >= 0).nonzero(as_tuple=True)
+        x[row, columns[row, column]] = values[row, column]
 
     def find_likeliest(self, logits: Tensor, count: int, below: int | None) -> Tensor:
         if below is None:
-            here = logits.shape[1]
+            num_allowed = logits.shape[1]
         else:
-            here = min(max(below - self.first_id, 0), logits.shape[1])
-        best = logits[:, :here].topk(min(count, here), dim=1)
-        lacking = (0, count - best.values.shape[1])  # every rank must send equally many
+            num_allowed = min(max(below - self.first_id, 0), logits.shape[1])
+        best = logits[:, :num_allowed].topk(min(count, num_allowed), dim=1)
+        padding = (0, count - best.values.shape[1])  # every rank must send equally many
         values = self._gather_side_by_side(
-            nn.functional.pad(best.values, lacking, value=float("-inf"))
+            nn.functional.pad(best.values, padding, value=float("-inf"))
         )
-        ids = self._gather_side_by_side(nn.functional.pad(best.indices + self.first_id, lacking))
+        ids = self._gather_side_by_side(nn.functional.pad(best.indices + self.first_id, padding))
         return ids.gather(1, values.topk(count, dim=1).indices)
 
     def uses_statistics(self, logits: Tensor) -> bool:
@@ -139,25 +139,27 @@ class SplitVocabulary:
         all logits is lse = logsumexp of lse_r, and the entropy is lse - sum over ranks of exp(lse_r
         - lse) (lse_r - H_r).
         """
-        own = kernels.statistics(logits, entropy=entropy, best=best)
-        lse = self.logsumexp(own.lse)
+        local = kernels.statistics(logits, entropy=entropy, best=best)
+        lse = self.logsumexp(local.lse)
         logprobs = self.gather(logits, columns[:, None])[:, 0] - lse
         whole_entropy = None
-        if own.entropy is not None:
-            share = (own.lse - lse).exp()
-            mean = torch.where(share > 0, share * (own.lse - own.entropy), torch.zeros_like(share))
+        if local.entropy is not None:
+            share = (local.lse - lse).exp()
+            mean = torch.where(
+                share > 0, share * (local.lse - local.entropy), torch.zeros_like(share)
+            )
             whole_entropy = lse - sum_without_gradient(mean, self.group)
         likeliest = None
-        if own.best is not None:
+        if local.best is not None:
             # On ties, argmax takes the first rank.
-            values = self._gather_side_by_side(logits.gather(1, own.best[:, None]))
-            ids = self._gather_side_by_side(own.best[:, None] + self.first_id)
+            values = self._gather_side_by_side(logits.gather(1, local.best[:, None]))
+            ids = self._gather_side_by_side(local.best[:, None] + self.first_id)
             likeliest = ids.gather(1, values.argmax(dim=1, keepdim=True))[:, 0]
         return logprobs, SoftmaxStatistics(lse, whole_entropy, likeliest)
 
-    def _gather_side_by_side(self, own: Tensor) -> Tensor:
+    def _gather_side_by_side(self, values: Tensor) -> Tensor:
         """Return the values of all ranks, in rank order: [R, K] -> [R, ranks * K]."""
-        return torch.cat(list(gather_from_ranks(own, self.group)), dim=1)
+        return torch.cat(list(gather_from_ranks(values, self.group)), dim=1)
 
 
 # Parameters that every rank holds whole but uses only for its own heads or width, so each rank has
@@ -194,8 +196,8 @@ def narrow_config(config: TransformerConfig, t: int, rank: int) -> TransformerCo
         inner = topology.shard((experts.intermediate_size,), 0, t, rank)[0]
         experts = replace(experts, intermediate_size=inner.stop - inner.start)
     if experts is None or experts.layers:
-        own = topology.shard((width,), 0, t, rank)[0]
-        width = own.stop - own.start
+        part = topology.shard((width,), 0, t, rank)[0]
+        width = part.stop - part.start
     return replace(
         config,
         vocab_size=ids.stop - ids.start,
@@ -247,8 +249,8 @@ class _SharedRows:
         """Assign consecutive tokens to each rank; `rows` are the wanted tokens, or None for all."""
         tokens = RowAssignment.from_equal_runs(len(x.tokens), group, x.tokens.device)
         if rows is None:
-            own = torch.arange(len(tokens.own_rows), device=x.tokens.device)
-            return cls(tokens, tokens, own)
+            wanted_tokens = torch.arange(len(tokens.own_rows), device=x.tokens.device)
+            return cls(tokens, tokens, wanted_tokens)
         wanted = tokens.select(rows)
         return cls(tokens, wanted, tokens.local_indices[rows[wanted.own_rows]])
 
@@ -263,7 +265,7 @@ class _SharedPack(Packed):
 class _EndsConnection:
     """Hooks on a network and on its modules before the first and after the last block.
 
-    During a pass that shares rows, the object stores which rank has which row.
+    During a pass that shares rows, the object stores the assignment of rows to ranks.
     """
 
     def __init__(
@@ -299,8 +301,8 @@ class _EndsConnection:
         x, *rest = given
         shared = _SharedRows.from_pass(x, network.find_output_rows(x), self._group)
         self._shared = shared
-        own = {field.name: getattr(x, field.name) for field in fields(x)}
-        return (_SharedPack(**own | {"shared": shared}), *rest)
+        values = {field.name: getattr(x, field.name) for field in fields(x)}
+        return (_SharedPack(**values | {"shared": shared}), *rest)
 
     def _end_pass(self, network: nn.Module, given: tuple[Any, ...], result: object) -> None:
         self._shared = None
@@ -324,10 +326,10 @@ class _EndsConnection:
     def _select_dropout(
         self, layer: nn.Module, given: tuple[Tensor, TokenDropout | None, float]
     ) -> tuple[Tensor, TokenDropout | None, float]:
-        states, how, rate = given
-        if self._shared is not None and how is not None:
-            how = how.select(self._shared.tokens.own_rows)
-        return states, how, rate
+        states, dropout, rate = given
+        if self._shared is not None and dropout is not None:
+            dropout = dropout.select(self._shared.tokens.own_rows)
+        return states, dropout, rate
 
     def _enter_head(self, head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         states, *rest = given
@@ -344,9 +346,9 @@ class _EndsConnection:
 class _BlockConnection:
     """Hooks on a block and on its modules: attention and MLP are split over the ranks.
 
-    During a pass that shares rows, the object stores which rank has which row of the inputs of
-    attention and of the outputs of attention and MLP. If a block is computed again in the backward
-    pass, so are these. The hooks are not compiled.
+    During a pass that shares rows, the object stores the assignment of rows to ranks, for the
+    inputs of attention and for the outputs of attention and MLP. If a block is recomputed in the
+    backward pass, the assignments are stored again. The hooks are not compiled.
     """
 
     def __init__(self, block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
@@ -389,18 +391,18 @@ class _BlockConnection:
     def _begin_block(
         self, block: nn.Module, given: tuple[Tensor, BlockContext]
     ) -> tuple[Tensor, BlockContext] | None:
-        x, at = given
-        shared = at.pack.shared if isinstance(at.pack, _SharedPack) else None
+        x, context = given
+        shared = context.pack.shared if isinstance(context.pack, _SharedPack) else None
         if shared is None:
             self._inputs = self._outputs = None
             return None
         self._inputs = shared.tokens
-        self._outputs = shared.tokens if at.mlp_rows is None else shared.wanted
-        rows = None if at.rows is None else shared.wanted_tokens
-        dropout = at.mlp_dropout
+        self._outputs = shared.tokens if context.mlp_rows is None else shared.wanted
+        rows = None if context.rows is None else shared.wanted_tokens
+        dropout = context.mlp_dropout
         if dropout is not None:
             dropout = dropout.select(self._outputs.own_rows)
-        return x, replace(at, stream=ResidualStream(rows, dropout))
+        return x, replace(context, stream=ResidualStream(rows, dropout))
 
     @_disable_dynamo
     def _enter_attention(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -528,17 +530,17 @@ def _sum_copies(
 
     Each head is held by `copies` consecutive ranks. `pattern` matches the names of the parameters.
     """
-    held = []
+    optional_gradients = []
     for name, part in stored.items():
         if re.fullmatch(pattern, name):
-            held.append(part.grad)
-    gradients = [gradient for gradient in held if gradient is not None]
+            optional_gradients.append(part.grad)
+    gradients = [gradient for gradient in optional_gradients if gradient is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
-    every = gather_from_ranks(flat, group)
+    of_ranks = gather_from_ranks(flat, group)
     first = group.rank() // copies * copies
-    put_back(every[first : first + copies].sum(0), gradients)
+    put_back(of_ranks[first : first + copies].sum(0), gradients)
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Times that messages within a call take beyond those of messages alone.
+"""Additional time of messages within a call, compared with messages alone.
 
-Within a call, a rank waits at each message until the others have come there, too, and tensors are
-copied and hooks run around it. These times are computed from calls that two processes were measured
-to make together.
+Within a call, a rank waits at each message until the other ranks have reached it, and tensors are
+copied and hooks run before and after it. These times are computed from measured calls of two
+processes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def compute_waits(
 ) -> dict[str, float]:
     """Return the extra seconds of each message within a call: of "shards", "tensor" and "decode".
 
-    `joined` are the measured calls of two processes, `network` is the trained network that they
-    hold, and `rates` have the profile that is to be completed, of one of `tensor` ranks, without
-    these times. A kind whose computation the profile does not have is left out.
+    `joined` are the measured calls of two processes, and `network` is the network that they train.
+    `rates` have the profile of one of `tensor` ranks, which does not have these times yet. A kind
+    is left out if the profile does not have the times of its computation.
     """
     waits = {}
     shared = rates.share_cores(2, 2)

@@ -100,17 +100,24 @@ def list_meshes(
     for ranks in list_ranges(num_devices, per_node):
         size = len(ranks)
         if size not in layouts:
-            each = list_layouts(size, per_node, max_context=max_context, num_experts=num_experts)
-            usable = dict.fromkeys(allowed(layout) for layout in each)
+            candidates = list_layouts(
+                size, per_node, max_context=max_context, num_experts=num_experts
+            )
+            usable = dict.fromkeys(allowed(layout) for layout in candidates)
             layouts[size] = [layout for layout in usable if layout is not None]
         meshes += [Mesh(layout, ranks) for layout in layouts[size]]
     return meshes
 
 
 def _list_divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _list_sizes(most: int) -> list[int]:
     """Return the divisors of `most` and the powers of two up to `most`."""
-    return [each for each in range(1, most + 1) if most % each == 0 or each & (each - 1) == 0]
+    sizes = []
+    for size in range(1, most + 1):
+        is_power_of_two = size & (size - 1) == 0
+        if most % size == 0 or is_power_of_two:
+            sizes.append(size)
+    return sizes

@@ -67,8 +67,8 @@ class DeviceCluster:
     def list_rates(self, kinds: Iterable[int]) -> tuple[DeviceRates, ...]:
         """Return the rates of each of several groups whose devices work together.
 
-        They differ in their computation only: links and memory are those of the slowest and smallest
-        devices, and names are those of all kinds.
+        Only the speed of computation differs: all have the slowest links, the smallest memory, and
+        a name that lists all kinds.
         """
         chosen = [self.groups[kind].rates for kind in kinds]
         if all(each == chosen[0] for each in chosen):

@@ -37,12 +37,17 @@ PARTS = ("products", "memory", "messages", "overhead", "bubble", "offload", "pre
 
 
 class CallCost(NamedTuple):
-    """Seconds by what takes them.
+    """Time of a computation in seconds, by cause.
 
-    `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
-    packing and passing calls on, `bubble` the time in which a pipeline stage has no work, and
-    `offload` that of copies to host memory and back, and of updates there, which nothing hides.
-    `preemption` is the time to compute again what sequences had computed before they were preempted.
+    Attributes:
+        products: Matrix products.
+        memory: Reads and writes of a device's memory.
+        messages: Messages between devices.
+        overhead: Starting kernels, packing, and passing calls on.
+        bubble: Time in which a pipeline stage has no work.
+        offload: Copies to host memory and back, and updates there, as far as computation does not
+            hide them.
+        preemption: Computing the tokens of preempted sequences again.
     """
 
     products: float = 0.0
@@ -67,9 +72,9 @@ class CallCost(NamedTuple):
         return CallCost(*(factor * part for part in self))
 
     def split(self, seconds: float) -> CallCost:
-        """Return a cost of `seconds` whose parts are in the proportion of this one's."""
-        whole = self.seconds
-        return self.multiply(seconds / whole) if whole else CallCost(products=seconds)
+        """Return a cost of `seconds` in total, with parts in the same proportion as this cost."""
+        total = self.seconds
+        return self.multiply(seconds / total) if total else CallCost(products=seconds)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class PassSize:
 
 
 class PassCost(NamedTuple):
-    """Cost of one micro-batch: of a layer forward and backward, and of all else (the ends)."""
+    """Cost of one micro-batch: a layer's forward and backward pass, and all else (the ends)."""
 
     block: CallCost
     block_backward: CallCost
@@ -108,7 +113,7 @@ class ComputeTimes:
         self._rates = rates
         self._tensor = layout.tensor
         self._expert = layout.expert
-        # Parts of a network are decoded module by module.
+        # A network that is divided over ranks is decoded module by module.
         self._decoding = "modules" if layout.tensor * layout.pipeline > 1 else "plain"
         if network.has_adapters:
             self._decoding = "adapters"
@@ -218,7 +223,7 @@ class ComputeTimes:
         query, key = shape.query / self._tensor, shape.key / self._tensor
         inner, columns, experts = shape.inner / self._tensor, 2 if shape.gated else 1, 1.0
         if network.experts:
-            # Each token goes to some experts, of which few tokens do not reach all.
+            # A few tokens do not reach all experts, so fewer matrices are read.
             chosen = network.chosen_experts
             inner, rows_inner = inner / chosen, rows * chosen
             experts = network.experts * (1.0 - (1.0 - chosen / network.experts) ** rows)
@@ -361,10 +366,10 @@ class ComputeTimes:
 def _sum_kernels(*times: KernelTime, reached: float = 1.0) -> CallCost:
     """Return the cost of kernels that run one after another.
 
-    Those bound by operations reach the share `reached` of their rates.
+    Kernels that are bound by operations reach the share `reached` of their rates.
     """
-    products = sum(each.products for each in times)
-    return CallCost(products / reached, sum(each.memory for each in times))
+    products = sum(kernel.products for kernel in times)
+    return CallCost(products / reached, sum(kernel.memory for kernel in times))
 
 
 def compute_expert_imbalance(network: DecoderSizes, ranks: int) -> float:

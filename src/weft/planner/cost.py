@@ -71,13 +71,14 @@ class CallWorkload:
             samples begin with the same tokens.
         repeats_head: True if training computes the logits again in the backward pass, as preference
             losses do, whose gradients by a row depend on other rows.
-        batches: Tokens and answer tokens of each row of some batches of the data, from which follows
-            how unequally data-parallel ranks share them; empty: equally.
+        batches: Tokens and answer tokens of each row of some batches of the data. They tell how
+            unequally data-parallel ranks share the tokens; if empty, the shares are equal.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
         cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
         batch_bytes: Size of the batch that the call reads.
-        offloads: What is in host memory between the role's calls, of "weights" and "optimizer".
+        offloads: Parts of the role that are in host memory between its calls: "weights",
+            "optimizer", both or neither.
         has_entropy: True if the loss contains the entropy.
     """
 
@@ -132,8 +133,8 @@ class CallWorkload:
     def count_active_stages(self, layout: Layout) -> float:
         """Return the mean number of pipeline ranks that compute at the same time.
 
-        The others wait for the first micro-batch, or have passed on their last one. Stages that
-        decode have always something to do.
+        The others wait for the first micro-batch, or have passed on their last one. While
+        decoding, all stages always have work.
         """
         ranks = layout.pipeline
         if self.method == "generate":
@@ -227,10 +228,10 @@ def estimate_transfers(
 ) -> list[float]:
     """Return the seconds to copy the weights trained on `source` to each of `targets`.
 
-    All targets have the same number of devices. The busiest link determines the time: that of the device which
-    receives the most, or the links of the devices of `source`, which send equal parts; both within
-    machines and between them. If only adapters are trained, only they are copied. GPUs pack a message
-    while others are in flight; on CPUs, packing takes extra time.
+    All targets have the same number of devices. The busiest link determines the time, within
+    machines and between them: the link of the device that receives the most, or the links of the
+    devices of `source`, which send equal parts. If only adapters are trained, only they are copied.
+    GPUs pack a message while others are in flight; on CPUs, packing takes extra time.
     """
     lacked = compute_lacked_elements(network, source, targets, rates.per_node)
     width = network.element_bytes
@@ -261,14 +262,14 @@ def _estimate_passes(
     updates = load.num_updates if load.trains else 1
     ranks = layout.data * layout.context
     computed = load.count_computed_tokens(network) / ranks / updates
-    read_each = 1 if network.scores else load.new_tokens or load.prompt_tokens
-    read = load.num_sequences * read_each / ranks / updates
+    rows_per_sequence = 1 if network.scores else load.new_tokens or load.prompt_tokens
+    read = load.num_sequences * rows_per_sequence / ranks / updates
     if layout.data > 1 and load.batches:
-        # The others wait for the rank that has the most.
+        # All ranks wait for the one with the most tokens.
         tokens, answers = compute_imbalance(load.batches, layout.data)
         computed *= tokens
         read *= 1.0 if network.scores else answers
-    # Micro-batches are filled by the tokens of whole sequences, also of prompts that are shared.
+    # A micro-batch is filled with whole sequences; a shared prompt counts for each of them.
     parts = load.count_microbatches(layout)
     size = PassSize(
         tokens=computed / parts,
@@ -289,15 +290,15 @@ def _estimate_passes(
             # GPUs gather a layer while they compute the one before, and scatter during the next.
             first = shards * layout.pipeline / network.shape.layers / parts
             shards = max(first, shards - cost.seconds + cost.bubble)
-        # A rank of a pipeline also waits for those of the stages before it.
-        others = 0.0
+        # A rank of a pipeline also waits for the messages of the stages before it.
+        waiting = 0.0
         if layout.pipeline > 1:
             between = estimate_shard_messages(
                 network, mesh, rates, parts, trains=load.trains, wait=wait, has_ends=False
             )
             between = min(between, shards)  # on GPUs, a part of them is hidden
-            others = (shards + between * (layout.pipeline - 2)) / parts / layout.stages_per_rank
-        cost = cost.add(CallCost(messages=shards, bubble=others))
+            waiting = (shards + between * (layout.pipeline - 2)) / parts / layout.stages_per_rank
+        cost = cost.add(CallCost(messages=shards, bubble=waiting))
     return cost.multiply(updates)
 
 
@@ -316,31 +317,34 @@ def _run_stages(
     sending it to other stages. After attention, the last layer computes only the rows that are read.
     """
     layers = network.shape.layers
-    again = size.trains and network.settings.recompute
-    recomputed = (layers // network.settings.recompute) / layers if again else 0.0
+    recomputes = size.trains and network.settings.recompute
+    recomputed = (layers // network.settings.recompute) / layers if recomputes else 0.0
     layer = pass_cost.block.multiply(1.0 + recomputed).add(pass_cost.block_backward)
-    # The last layer is shorter by the weights that only rows see.
+    # The last layer applies some of its weights only to the rows that are read.
     skipped = network.late / max(1, network.active) * (1.0 - min(1.0, size.rows / size.tokens))
     last = layer.multiply(1.0 - skipped)
-    whole = layer.multiply(layers - 1).add(last, pass_cost.ends)
+    all_layers = layer.multiply(layers - 1).add(last, pass_cost.ends)
     if layout.pipeline == 1:
-        return whole.add(CallCost(messages=messages)).multiply(parts)
+        return all_layers.add(CallCost(messages=messages)).multiply(parts)
     # The slowest stage determines the time between two micro-batches.
     stages = min(layers, layout.placement.num_stages)
     head = network.outputs / max(1, network.active)
-    at_end = len(compute_stage(layers, stages, stages - 1, head if network.shape.vocab > 1 else 0))
-    ends = layer.multiply(at_end - 1).add(last, pass_cost.ends)
-    others = layer.multiply((layers - at_end) / max(1, layout.pipeline - 1))
+    layers_at_end = len(
+        compute_stage(layers, stages, stages - 1, head if network.shape.vocab > 1 else 0)
+    )
+    last_stage = layer.multiply(layers_at_end - 1).add(last, pass_cost.ends)
+    inner_stage = layer.multiply((layers - layers_at_end) / max(1, layout.pipeline - 1))
     if layout.stages_per_rank > 1:
-        slowest = whole.multiply(1.0 / layout.pipeline)
+        slowest = all_layers.multiply(1.0 / layout.pipeline)
     else:
-        slowest = max(ends, others, key=lambda cost: cost.seconds)
+        slowest = max(last_stage, inner_stage, key=lambda cost: cost.seconds)
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
-    waiting = whole.seconds - slowest.seconds
+    waiting = all_layers.seconds - slowest.seconds
     waiting += messages * (layout.pipeline - 1) + sends * (layout.pipeline - 2)
     if size.trains and network.splits_backward:
-        # Gradients of weights are computed while a rank would wait, and do not keep others waiting.
+        # A rank computes the gradients of weights while it would wait, so no other rank waits for
+        # them.
         share = network.gradient_share / (1.0 + network.gradient_share)
         weights = layers * pass_cost.block_backward.seconds * share
         waiting = max(0.0, waiting - 2 * weights * (1.0 - 1.0 / layout.pipeline))
@@ -390,10 +394,10 @@ def _estimate_generation(
     layout = mesh.layout
     shape = network.shape
     ranks = layout.data * layout.context
-    own = math.ceil(load.num_sequences / ranks)
+    sequences_per_rank = math.ceil(load.num_sequences / ranks)
     decoding = plan_decoding(
-        own,
-        min(own, rates.most_sequences),
+        sequences_per_rank,
+        min(sequences_per_rank, rates.most_sequences),
         prompt=load.prompt_tokens,
         mean=load.new_tokens,
         longest=load.longest_answer,
@@ -401,18 +405,18 @@ def _estimate_generation(
         room=_count_cache_tokens(network, load, layout, rates),
     )
     # Equal prompts are computed once.
-    prompts = own / load.samples * load.prompt_tokens
+    prompts = sequences_per_rank / load.samples * load.prompt_tokens
     cost = _estimate_prompts(network, load, mesh, rates, times, prompts)
     if decoding.computed_again:
-        whole = prompts + decoding.computed_again
-        repeated = _estimate_prompts(network, load, mesh, rates, times, whole)
+        tokens = prompts + decoding.computed_again
+        repeated = _estimate_prompts(network, load, mesh, rates, times, tokens)
         cost = cost.add(CallCost(preemption=max(0.0, repeated.seconds - cost.seconds)))
     if layout.fsdp > 1 or layout.expert > 1:
         # A generator gathers the weights once.
-        whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
+        num_bytes = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
         size = max(layout.fsdp, layout.expert)
         kind = "fsdp" if size == layout.fsdp else "expert"
-        gathered = rates.time_gather(whole, list_group(mesh, kind), size)
+        gathered = rates.time_gather(num_bytes, list_group(mesh, kind), size)
         waits = (1 + shape.layers / layout.pipeline) * times.get_wait("shards")
         cost = cost.add(CallCost(messages=gathered + waits))
     if rates.kernels is not None and (
@@ -493,7 +497,8 @@ def build_memory_case(
     only a copy of the weights of a trained role, and no optimizer state.
     """
     loads = list(loads)
-    # A part is in host memory between the calls if every call leaves it there.
+    # Weights or optimizer state are in host memory between the calls if every call leaves them
+    # there.
     trains = [load for load in loads if load.trains]
     settings = replace(
         network.settings,
@@ -513,9 +518,9 @@ def _build_work(
     network: DecoderSizes, load: CallWorkload, layout: Layout, rates: DeviceRates
 ) -> CallDemand:
     """Return the largest demand of a call, whose sequences all have the mean length."""
-    own = math.ceil(load.num_sequences / layout.data)
+    sequences_per_rank = math.ceil(load.num_sequences / layout.data)
     if load.method == "generate":
-        together = min(own, rates.most_sequences)
+        together = min(sequences_per_rank, rates.most_sequences)
         slot = SLOT
         while slot < load.longest_sequence:
             slot *= 2
@@ -524,8 +529,8 @@ def _build_work(
             cache_limit=_compute_cache_bytes(load, rates),
             sequences=together,
         )
-    # A micro-batch has whole sequences, at least one; those of a prompt are neighbours.
-    sequences = math.ceil(own / max(1, load.num_updates if load.trains else 1))
+    # A micro-batch has whole sequences, at least one; sequences of the same prompt are adjacent.
+    sequences = math.ceil(sequences_per_rank / max(1, load.num_updates if load.trains else 1))
     limit = max(load.microbatch, load.longest_sequence)
     together = min(sequences, max(1, limit // load.sequence_length))
     tokens = float(together * load.sequence_length)

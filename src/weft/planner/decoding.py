@@ -1,4 +1,4 @@
-"""Decode steps of a generation: how many sequences decode together, and what preemption repeats.
+"""Decode steps of a generation: how many sequences decode together, and how many are preempted.
 
 As long as the KV cache has room for all sequences, the steps follow from the lengths of answers.
 Otherwise the decisions of the generator's scheduler (`weft.engine.generation.scheduler`) are
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 PAGE = 256  # tokens of a page of the KV cache (`weft.models.kv.pages`)
 SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
-# Sequences that are replayed at most, and about how many of them run together; each stands for an
+# Maximum number of replayed sequences, and about how many of them run together; each represents an
 # equal number of sequences
 REPLAYED = 128
 REPLAYED_TOGETHER = 16
@@ -68,21 +68,21 @@ def _list_steps(
 ) -> list[DecodeSteps]:
     """Return the steps without preemption.
 
-    While others wait, the batch is full. Then answers end one after another: with a mean m and a
-    longest answer of n tokens, the share of answers that are longer than t tokens is taken as
+    As long as sequences wait, the batch is full. Then answers end one after another: with a mean m
+    and a longest answer of n tokens, the share of answers that are longer than t tokens is taken as
     1 - (t / n)^(m / (n - m)), whose integral is m.
     """
     steps = []
     if sequences > together:
         full = (sequences - together) * mean / together
         steps.append((full, float(together), prompt + mean / 2))
-    each = longest / SAMPLED_STEPS
+    steps_per_group = longest / SAMPLED_STEPS
     for number in range(SAMPLED_STEPS):
-        position = (number + 0.5) * each
+        position = (number + 0.5) * steps_per_group
         alive = 1.0
         if longest > mean:
             alive = 1.0 - (position / longest) ** (mean / (longest - mean))
-        steps.append((each, max(1.0, together * alive), prompt + position))
+        steps.append((steps_per_group, max(1.0, together * alive), prompt + position))
     return steps
 
 
@@ -110,12 +110,12 @@ def _simulate_decoding(
     running ones need more room than there is, the youngest are preempted: they wait at the head of
     the queue, and their tokens are computed again.
     """
-    fitting = min(together, max(1.0, room / (shared + mean / 2 + 1.5 * PAGE)))
-    each = max(1.0, fitting / REPLAYED_TOGETHER)
-    count = min(REPLAYED, round(sequences / each) or 1)
-    rounds = sequences / (count * each)  # the replay is repeated for the other sequences
-    most = max(1.0, together / each)
-    pages = max(room / PAGE / each, (shared + longest) / PAGE + 2.0)
+    num_fitting = min(together, max(1.0, room / (shared + mean / 2 + 1.5 * PAGE)))
+    represented = max(1.0, num_fitting / REPLAYED_TOGETHER)
+    count = min(REPLAYED, round(sequences / represented) or 1)
+    rounds = sequences / (count * represented)  # the replay is repeated for the other sequences
+    most = max(1.0, together / represented)
+    pages = max(room / PAGE / represented, (shared + longest) / PAGE + 2.0)
     power = (longest - mean) / mean if longest > mean else 0.0
     lengths = [longest * ((number + 0.5) / count) ** power for number in range(count)]
     random.Random(SEED).shuffle(lengths)
@@ -123,7 +123,7 @@ def _simulate_decoding(
     running: list[_ReplayedAnswer] = []
     stride = max(1.0, longest / STRIDES)
     steps: list[DecodeSteps] = []
-    again = preemptions = 0.0
+    computed_again = preemptions = 0.0
 
     def count_pages(answer: _ReplayedAnswer, more: float) -> float:
         # The first and the last page are partly empty, as `PageManager` counts.
@@ -145,15 +145,19 @@ def _simulate_decoding(
             used += needed
             answer = waiting.popleft()
             if answer.started:
-                again += shared + answer.done
+                computed_again += shared + answer.done
             answer.started = True
             running.append(answer)
         context = prompt + sum(answer.done for answer in running) / len(running) + stride / 2
-        steps.append((rounds * stride, max(1.0, len(running) * each), context))
+        steps.append((rounds * stride, max(1.0, len(running) * represented), context))
         for answer in running:
             answer.done += stride
         running = [answer for answer in running if answer.done < answer.length]
-    return DecodingPlan(_join_steps(steps), rounds * again * each, rounds * preemptions * each)
+    return DecodingPlan(
+        _join_steps(steps),
+        rounds * computed_again * represented,
+        rounds * preemptions * represented,
+    )
 
 
 def _join_steps(steps: list[DecodeSteps]) -> tuple[DecodeSteps, ...]:

@@ -28,11 +28,11 @@ class DeviceRates:
         flops: Floating-point operations per second that a run reaches in the model's dtype.
         memory_bandwidth: Bandwidth of the device memory, in bytes per second.
         link_bandwidth: Bandwidth between devices of one machine, in bytes per second.
-        network_bandwidth: Bandwidth between machines, in bytes per second: of each GPU, which has a
-            port of its own, or of each CPU process.
+        network_bandwidth: Bandwidth between machines, in bytes per second: of each GPU, which has
+            its own port, or of each CPU process.
         latency: Duration of one exchange of messages, in seconds.
-        launch: Fixed overhead of running one layer, in seconds. A GPU's host starts its kernels ahead;
-            only what the kernels do not take counts.
+        launch: Fixed overhead of running one layer, in seconds. A GPU's host starts kernels
+            ahead of time, so only the part that exceeds the time of the kernels counts.
         capacity: Device memory that a run can use, in bytes.
         most_sequences: Maximum number of sequences that are decoded together.
         per_node: Number of devices per machine.
@@ -51,9 +51,9 @@ class DeviceRates:
         crowding: Threads of the processes that work at the same time, for each core; at least 1.
             Messages take that much longer.
         slowdown: Time of a computation relative to the measured one, since other processes compute
-            on the same cores: `crowding`, and what they take from each other besides.
+            on the same cores: `crowding`, times the measured contention of the processes.
         memory: Whole memory of the device in bytes, of which a run gives a share to the KV cache;
-            0 if it is not known apart from `capacity`.
+            0 if only `capacity` is known.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Forecast of the memory that a run needs, the smallest GPU on which it fits, and what needs less.
+"""Forecast of a run's memory, the smallest GPU on which it fits, and options that need less.
 
 The memory of every alternative is estimated like that of the run itself (`weft.planner.memory`).
 """
@@ -97,8 +97,9 @@ class MemoryForecast:
         """Total memory at the peak, in bytes."""
         on_cpu = self.device == "cpu"
         used = [role.count_used_bytes(on_cpu=on_cpu) for role in self.roles.values()]
-        other = count_process_bytes(on_cpu=on_cpu, num_devices=self.num_devices)
-        return sum(each for each, _ in used) + max((more for _, more in used), default=0) + other
+        stays = sum(permanent for permanent, _ in used)
+        most = max((additional for _, additional in used), default=0)
+        return stays + most + count_process_bytes(on_cpu=on_cpu, num_devices=self.num_devices)
 
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
         """Yield lines for the plan that state the memory of each role, KV cache and device.
@@ -109,18 +110,20 @@ class MemoryForecast:
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
             parts = []
-            for f in fields(role):
-                if f.name not in ("call", "away"):
-                    parts.append((f.name, getattr(role, f.name)))
-            sizes = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
+            for part in fields(role):
+                size = getattr(role, part.name)
+                if size and part.name not in ("call", "away"):
+                    parts.append(f"{part.name} {format_size(size)}")
+            sizes = ", ".join(parts)
             if role.away:
                 sizes += f"; {format_size(role.away)} of it in host memory between its calls"
             yield f"memory of {name}: {sizes or 'shared with another role'}"
         for call, limit in self.cache_limits.items():
             yield f"memory of {call}: keys and values in at most {format_size(limit)} (gen.kv_cache_gb)"
         for device, names in on.items():
-            part = self.select_roles(names)
-            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {format_size(part.total)} {part.scope}"
+            forecast = self.select_roles(names)
+            place = f" of device {device}" if len(on) > 1 else ""
+            yield f"memory{place}: about {format_size(forecast.total)} {forecast.scope}"
         if len(on) == 1 and not self.incomplete:
             yield from format_fit(
                 self.on_gpu,
@@ -152,12 +155,12 @@ class MemoryForecast:
     def compute_needed(self, most: float, file_pages: float) -> float:
         """Return the memory in GiB that the run itself needed; `most` is the measured peak.
 
-        The memory used before the engines were built is subtracted. For a run in one process on a
-        CPU, memory mapped from files, `file_pages`, is subtracted, too. Most of it is library code,
-        whose size varies with the processor and which the system can drop from memory.
+        The memory used before the engines were built is subtracted, and for a run in one process on
+        a CPU also `file_pages`, the GiB of memory that is mapped from files. Most of it is library
+        code, whose size varies with the processor and which the system can drop from memory.
         """
-        alone = self.device == "cpu" and self.num_devices == 1
-        return most - self.baseline - (file_pages if alone else 0.0)
+        is_one_process = self.device == "cpu" and self.num_devices == 1
+        return most - self.baseline - (file_pages if is_one_process else 0.0)
 
     def format_comparison(self, most: float, needed: float) -> str:
         """Return a line that compares the measured peak with the forecast.
@@ -232,32 +235,32 @@ def list_memory_options(cases: Cases, missing: Collection[str]) -> list[MemoryOp
     with fp8. `missing` are the packages of `EXTRAS` that are not installed.
     """
     option = "gradient_checkpointing=true"
-    again = _change_trained(cases, lambda s: replace(s, recompute=1))
-    narrow = _change_trained(
-        again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s
+    recomputed = _change_trained(cases, lambda s: replace(s, recompute=1))
+    with_8bit_state = _change_trained(
+        recomputed, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s
     )
-    on_host = _change_trained(again, lambda s: replace(s, offload_optimizer=True))
-    adapted = {name: _with_adapters(case) for name, case in again.items()}
+    on_host = _change_trained(recomputed, lambda s: replace(s, offload_optimizer=True))
+    adapted = {name: _with_adapters(case) for name, case in recomputed.items()}
     options = [MemoryOption("as set", _estimate_total(cases))]
-    if again != cases:
-        options.append(MemoryOption(option, _estimate_total(again)))
-    before = f"{option} " if again != cases else ""
+    if recomputed != cases:
+        options.append(MemoryOption(option, _estimate_total(recomputed)))
+    prefix = f"{option} " if recomputed != cases else ""
     for more, changed in (
-        ("optimizer.state_dtype=8bit", narrow),
+        ("optimizer.state_dtype=8bit", with_8bit_state),
         ("optimizer.offload=true", on_host),
         (f"lora.r={ADAPTER_RANK}", adapted),
     ):
-        if changed != again:
+        if changed != recomputed:
             options.append(
                 MemoryOption(
-                    f"{before}{more}",
+                    f"{prefix}{more}",
                     _estimate_total(changed),
                     lacks=find_install_command([more], missing),
                 )
             )
     for count in () if any(case.shape.shards > 1 for case in cases.values()) else SHARDS:
-        shared = {name: _shard_case(case, count) for name, case in again.items()}
-        options.append(MemoryOption(f"{before}layout=d{count}", _estimate_total(shared), count))
+        shared = {name: _shard_case(case, count) for name, case in recomputed.items()}
+        options.append(MemoryOption(f"{prefix}layout=d{count}", _estimate_total(shared), count))
     return options
 
 
@@ -288,9 +291,9 @@ def format_fit(cases: Cases, begin: str, missing: Collection[str]) -> Iterator[s
         if option.smallest_gpu_gb is not None and option.smallest_gpu_gb < best
     ]
     for option in smaller:
-        each = " each" if option.devices > 1 else ""
+        per_gpu = " each" if option.devices > 1 else ""
         fit = f"{_format_fit(option)}{_format_install(option)}"
-        yield f"  {option.options}: about {format_size(option.size, 1)}{each}, {fit}"
+        yield f"  {option.options}: about {format_size(option.size, 1)}{per_gpu}, {fit}"
     if first.smallest_gpu_gb is None and not smaller:
         least = min(others, key=lambda option: option.size, default=first)
         yield f"  the least is {format_size(least.size, 1)} ({least.options}); shard it over more GPUs (layout=d16)"
@@ -306,8 +309,8 @@ def format_smaller_options(cases: Cases, usable: float, missing: Collection[str]
     fitting_options = [option for option in others if option.size <= usable]
     if fitting_options:
         for option in fitting_options:
-            each = " each" if option.devices > 1 else ""
-            size = f"{format_size(option.size, 1)}{each}{_format_install(option)}"
+            per_gpu = " each" if option.devices > 1 else ""
+            size = f"{format_size(option.size, 1)}{per_gpu}{_format_install(option)}"
             yield f"with {option.options}: about {size}"
     elif others:
         least = min(others, key=lambda option: option.size)
@@ -319,8 +322,9 @@ def format_table(options: Sequence[MemoryOption]) -> list[str]:
     width = max(len(option.options) for option in options)
     table: list[str] = []
     for option in options:
+        per_gpu = " each" if option.devices > 1 else "     "
         table.append(
-            f"{option.options:<{width}}  {format_size(option.size, 1):>12}{' each' if option.devices > 1 else '     '}  "
+            f"{option.options:<{width}}  {format_size(option.size, 1):>12}{per_gpu}  "
             f"{_format_fit(option)}{_format_install(option)}"
         )
     return table
@@ -331,10 +335,10 @@ def _format_install(option: MemoryOption) -> str:
 
 
 def _format_fit(option: MemoryOption) -> str:
-    many = f"{option.devices} GPUs" if option.devices > 1 else "a GPU"
+    gpus = f"{option.devices} GPUs" if option.devices > 1 else "a GPU"
     if option.smallest_gpu_gb is not None:
-        return f"fits {many} of {option.smallest_gpu_gb} GB"
-    return f"more than {many} of {GPU_SIZES[-1][0]} GB"
+        return f"fits {gpus} of {option.smallest_gpu_gb} GB"
+    return f"more than {gpus} of {GPU_SIZES[-1][0]} GB"
 
 
 def _estimate_total(cases: Cases) -> float:
@@ -384,10 +388,10 @@ def _shard_case(case: MemoryCase, ranks: int) -> MemoryCase:
     if not case.settings.trained:
         return case
     shape = case.shape
-    mine = replace(
+    sharded = replace(
         shape,
         parameters=-(-shape.parameters // ranks),
         trainable=-(-shape.trainable // ranks),
         shards=shape.shards * ranks,
     )
-    return replace(case, shape=mine)
+    return replace(case, shape=sharded)

@@ -1,4 +1,4 @@
-"""Lengths that follow from the options: of sequences in tokens, and of a run in steps."""
+"""Lengths of sequences in tokens and of a run in steps, computed from the options."""
 
 from __future__ import annotations
 
@@ -127,8 +127,10 @@ class RunLength:
         batches = loader.batches_per_epoch
         control = experiment.control
         firings = {}
-        for n in experiment.graph.nodes:
-            firings[n.name] = math.ceil(num_ids / n.batch_size) if n.batch_size else batches
+        for node in experiment.graph.nodes:
+            firings[node.name] = (
+                math.ceil(num_ids / node.batch_size) if node.batch_size else batches
+            )
         per_epoch = firings[experiment.steps_follow]
         epochs = control.total_train_epochs
         by_batch = experiment.graph.get_node(experiment.steps_follow).batch_size == 0

@@ -1,4 +1,4 @@
-"""Facts about candidate meshes as arrays: where they are, and what it costs to move weights.
+"""Facts about candidate meshes as arrays: their positions, and the time to move weights.
 
 Meshes that differ only in their position belong to one class, and nothing is estimated twice for a
 class. The functions are pure.
@@ -138,26 +138,26 @@ class TransferTable:
         self._seconds: Floats = np.zeros(0)
 
     def find_seconds(self, sources: Integers, targets: Integers) -> Floats:
-        """Return the seconds of copying from each of `sources` to the mesh at its side.
+        """Return the seconds to copy from each of `sources` to the same element of `targets`.
 
-        Both are mesh numbers. The time is 0 if they are equal.
+        Both are arrays of mesh numbers. The time is 0 if the two meshes are equal.
         """
         keys = self._compute_keys(sources, targets)
         places = np.searchsorted(self._keys, keys)
-        known = places < len(self._keys)
-        known[known] = self._keys[places[known]] == keys[known]
-        if not known.all():
-            self._add(keys[~known], sources, targets, ~known)
+        is_known = places < len(self._keys)
+        is_known[is_known] = self._keys[places[is_known]] == keys[is_known]
+        if not is_known.all():
+            self._add(keys[~is_known], sources, targets, ~is_known)
             places = np.searchsorted(self._keys, keys)
         return np.where(sources == targets, 0.0, self._seconds[places])
 
     def _compute_keys(self, sources: Integers, targets: Integers) -> Integers:
-        """Return a number for each pair that is equal for pairs with the same time."""
+        """Return a key for each pair of meshes; pairs with equal keys have the same time."""
         table = self._table
         per_node = self._problem.rates.per_node
         low, stop = table.starts[sources, 0], table.ends[sources]
         begin, end = table.starts[targets, 0], table.ends[targets]
-        # Where they lie relative to each other matters if they use the same machine.
+        # The relative position of two meshes matters if they use the same machine.
         meets = (low // per_node <= (end - 1) // per_node) & (
             begin // per_node <= (stop - 1) // per_node
         )

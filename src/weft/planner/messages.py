@@ -45,17 +45,17 @@ def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
 def estimate_pass_messages(
     network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, wait: float
 ) -> float:
-    """Return the seconds of a micro-batch's messages on one rank, but for those between stages.
+    """Return the seconds of a micro-batch's messages on one rank, without those between stages.
 
-    These are sums of tensor parallelism, keys and values of context parallelism, and rows for the
-    experts of other ranks. Each sum takes `wait` extra seconds.
+    These are the sums of tensor parallelism, the keys and values of context parallelism, and the
+    rows for experts of other ranks. Each sum takes `wait` extra seconds.
     """
     layout = mesh.layout
     shape = network.shape
     layers = shape.layers / layout.pipeline
     states = size.tokens * shape.hidden * network.element_bytes
-    again = size.trains and network.settings.recompute
-    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
+    recomputes = size.trains and network.settings.recompute
+    forwards = 1.0 + (1.0 / network.settings.recompute if recomputes else 0.0)
     passes = forwards + (1.0 if size.trains else 0.0)
     seconds = 0.0
     if layout.tensor > 1:
@@ -66,8 +66,8 @@ def estimate_pass_messages(
     if layout.context > 1:
         kv = size.tokens * 2 * shape.key * network.element_bytes
         rounds = 3 if size.trains else 1
-        sent = rates.time_send(kv, list_group(mesh, "context"))
-        seconds += layers * rounds * (layout.context - 1) * sent
+        send_seconds = rates.time_send(kv, list_group(mesh, "context"))
+        seconds += layers * rounds * (layout.context - 1) * send_seconds
     if layout.expert > 1:
         # To the experts and back, in each pass
         seconds += layers * passes * 2 * estimate_expert_exchange(network, size.tokens, mesh, rates)
@@ -114,7 +114,7 @@ def estimate_shard_messages(
     shape = network.shape
     width = network.element_bytes
     blocks = shape.layers / layout.pipeline
-    # Experts are shards of other groups than the rest of a block.
+    # Experts are sharded over other groups than the rest of a block.
     experts = network.expert_elements / layout.tensor / layout.expert
     block = (shape.block_elements - network.expert_elements) / layout.tensor
     groups = [(block, "fsdp", layout.fsdp), (experts, "expert fsdp", layout.expert_shards)]
@@ -125,18 +125,18 @@ def estimate_shard_messages(
     trained = network.num_trained / shape.parameters
     for elements, kind, size in groups:
         if elements > 0 and size > 1:
-            own = list_group(mesh, kind)
-            gather += rates.time_gather(elements * width, own, size) + wait
-            scatter += rates.time_scatter(elements * WIDE * trained, own, size) + wait
+            kind_group = list_group(mesh, kind)
+            gather += rates.time_gather(elements * width, kind_group, size) + wait
+            scatter += rates.time_scatter(elements * WIDE * trained, kind_group, size) + wait
     gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
     seconds = gathers * blocks * gather
     if has_ends:
         seconds += parts * (rates.time_gather(ends * width, group, layout.fsdp) + wait)
     if trains:
-        whole = blocks * scatter
+        scatters = blocks * scatter
         if has_ends:
-            whole += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp) + wait
-        seconds += (1 if network.settings.sums_once else parts) * whole
+            scatters += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp) + wait
+        seconds += (1 if network.settings.sums_once else parts) * scatters
     return seconds
 
 
@@ -145,8 +145,8 @@ def estimate_decode_messages(
 ) -> float:
     """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
 
-    These are two sums in each layer, and three exchanges for the softmax and the draw. Each takes
-    `wait` extra seconds. Experts are gathered before a generation.
+    These are two sums in each layer, and three exchanges for the softmax and the sampling. Each
+    takes `wait` extra seconds. Experts are gathered before a generation.
     """
     size = mesh.layout.tensor
     if size == 1:

@@ -20,9 +20,9 @@ def estimate_weight_copies(
 ) -> float:
     """Return the seconds that a call takes longer because its role's weights are in host memory.
 
-    Weights arrive layer by layer, while the layers before compute: of the `computed` seconds of the
-    call's first pass, those of its layers but one hide copies. Weights that the call has trained are
-    copied to the host afterwards; others are there already.
+    Weights arrive layer by layer, while earlier layers compute. The `computed` seconds of the
+    call's first pass hide these copies, except for that of the first layer. Weights that the call
+    has trained are copied to the host afterwards; other weights are still there.
     """
     width = network.element_bytes
     stored = network.count_stored_parameters(layout) * width
@@ -39,8 +39,8 @@ def estimate_state_copies(
 ) -> float:
     """Return the seconds that a training call takes longer if its optimizer state is offloaded.
 
-    The state arrives in parts, while others are updated in the `updating` seconds of the first
-    optimizer step. It is copied to the host after the call.
+    The state arrives in parts, and the `updating` seconds of the first optimizer step hide a part
+    of the copies. It is copied to the host after the call.
     """
     settings = network.settings
     elements = network.count_stored_parameters(layout, trainable=True)

@@ -1,9 +1,9 @@
 """Parts of a network that the devices of one mesh lack if they have those of another mesh.
 
-These follow from the widths of a layer and the coordinates of the devices, for all parameters of a
-kind at once. They are those of the transfers that a run executes (`weft.realloc.plan`), except that
-biases, norms and rounding are left out, and that rows which are stored together (those of q, k and v,
-or of gate and up) count as one matrix.
+They are computed from the widths of a layer and the coordinates of the devices, for all parameters
+of a kind at once. They agree with the transfers that a run executes (`weft.realloc.plan`), except
+that biases, norms and rounding are left out, and that matrices whose rows are stored together (q, k
+and v, or gate and up) count as one matrix.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ def compute_lacked_elements(
     """
     ranks = np.array([target.ranks for target in targets], np.int64)
     layouts = [target.layout for target in targets]
-    here = _locate(source, ranks)
-    inside = here.data >= 0
+    in_source = _locate(source, ranks)
+    inside = in_source.data >= 0
     needed = np.zeros(ranks.shape)
     present = np.zeros(ranks.shape)
     counts = _count_layers(network, source.layout, layouts)
     rows, columns = np.arange(len(targets))[:, None], np.arange(ranks.shape[1])
     for kind, elements in _list_elements(network).items():
-        own, common = counts["ends" if kind == "ends" else "blocks"]
+        count, common = counts["ends" if kind == "ends" else "blocks"]
         part = np.ones(ranks.shape)
         overlap = np.ones(ranks.shape)
-        held = np.stack([_list_all_slices(kind, layout) for layout in layouts])
-        for axis, a in enumerate(_list_slices(kind, source.layout, here)):
-            start, length = held[:, axis, 0], held[:, axis, 1]
+        slices = np.stack([_list_all_slices(kind, layout) for layout in layouts])
+        for axis, source_slice in enumerate(_list_slices(kind, source.layout, in_source)):
+            start, length = slices[:, axis, 0], slices[:, axis, 1]
             part *= length
-            stop = np.minimum(a.start + a.length, start + length)
-            overlap *= np.maximum(0.0, stop - np.maximum(a.start, start))
-        needed += elements * own * part
-        both = elements * common[rows, here.pipeline, columns]
-        present += np.where(inside, both * overlap, 0.0)
+            stop = np.minimum(source_slice.start + source_slice.length, start + length)
+            overlap *= np.maximum(0.0, stop - np.maximum(source_slice.start, start))
+        needed += elements * count * part
+        common_elements = elements * common[rows, in_source.pipeline, columns]
+        present += np.where(inside, common_elements * overlap, 0.0)
     missing = np.maximum(0.0, needed - present)
     return LackedElements(
         missing, missing * _compute_distant_share(source, ranks, inside, per_node)
@@ -84,14 +84,14 @@ def compute_lacked_elements(
 
 
 def _locate(mesh: Mesh, ranks: Integers) -> _DevicePositions:
-    """Return the coordinates in a mesh, whose ranks are ascending, of the devices `ranks`."""
+    """Return the coordinates of the devices `ranks` in a mesh, whose ranks are ascending."""
     layout = mesh.layout
-    own = np.array(mesh.ranks, np.int64)
-    at = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
-    known = own[at] == ranks
-    rest, tensor = np.divmod(at, layout.tensor)
-    pipeline, data = np.divmod(rest // layout.context, layout.data)
-    return _DevicePositions(*(np.where(known, each, -1) for each in (data, tensor, pipeline)))
+    mesh_ranks = np.array(mesh.ranks, np.int64)
+    index = np.minimum(np.searchsorted(mesh_ranks, ranks), len(mesh_ranks) - 1)
+    is_inside = mesh_ranks[index] == ranks
+    row, tensor = np.divmod(index, layout.tensor)
+    pipeline, data = np.divmod(row // layout.context, layout.data)
+    return _DevicePositions(*(np.where(is_inside, each, -1) for each in (data, tensor, pipeline)))
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +103,7 @@ def _list_positions(layout: Layout) -> _DevicePositions:
 
 @lru_cache(maxsize=4096)
 def _list_all_slices(kind: str, layout: Layout) -> Floats:
-    """Return what all devices of a layout have of a matrix, see `_list_slices`.
+    """Return the slices of a matrix that all devices of a layout have (`_list_slices`).
 
     float64 [axes, 2, devices]: starts and lengths, as fractions of the axis.
     """
@@ -111,10 +111,11 @@ def _list_all_slices(kind: str, layout: Layout) -> Floats:
 
 
 def _list_elements(network: DecoderSizes) -> dict[str, float]:
-    """Return the trained elements by kind: of a layer, or (`ends`) of a matrix at an end.
+    """Return the number of trained elements of each kind of matrix.
 
-    The kinds of a layer are matrices whose rows tensor parallelism divides, those whose columns it
-    divides, and both for experts.
+    "rows" and "columns" are the matrices of a layer whose rows or columns tensor parallelism
+    divides; "expert rows" and "expert columns" are those of its experts. "ends" is the embedding or
+    the output matrix.
     """
     shape = network.shape
     trained = shape.trainable / shape.parameters
@@ -139,10 +140,10 @@ def _list_elements(network: DecoderSizes) -> dict[str, float]:
 def _count_layers(
     network: DecoderSizes, source: Layout, targets: Sequence[Layout]
 ) -> dict[str, tuple[Floats, Floats]]:
-    """Return numbers of layers ("blocks") and of matrices at the ends ("ends").
+    """Return the numbers of layers ("blocks") and of embeddings and output matrices ("ends").
 
-    Each is a pair: those of the devices of `targets`, [targets, devices], and those of them that each
-    pipeline rank of `source` has, [targets, pipeline ranks, devices].
+    Each value is a pair: the number on each device of `targets`, [targets, devices], and how many
+    of these each pipeline rank of `source` has too, [targets, pipeline ranks, devices].
     """
     shape = network.shape
     head = network.outputs / max(1, network.active) if shape.vocab > 1 else 0.0
@@ -173,14 +174,15 @@ def _count_in_stages(
 ) -> dict[str, tuple[Floats, Floats]]:
     """Return the counts of `_count_layers` for the pipeline ranks of `target`.
 
-    Each is a pair: those of each pipeline rank, and those of them that each rank of `source` has.
+    Each value is a pair: the number on each pipeline rank of `target`, [ranks], and how many of
+    these each pipeline rank of `source` has too, [source ranks, ranks].
     """
     layouts = (source, target)
     blocks = [_mark_layers(layers, head, layout) for layout in layouts]
     ends = [_mark_ends(layout, tied=tied, scores=scores) for layout in layouts]
     counts = {}
-    for kind, (here, there) in {"blocks": blocks, "ends": ends}.items():
-        counts[kind] = (there.sum(1), here @ there.T)
+    for kind, (of_source, of_target) in {"blocks": blocks, "ends": ends}.items():
+        counts[kind] = (of_target.sum(1), of_source @ of_target.T)
     return counts
 
 
@@ -206,22 +208,24 @@ def _mark_ends(layout: Layout, *, tied: bool, scores: bool) -> Floats:
     return has
 
 
-def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_MatrixSlice]:
+def _list_slices(kind: str, layout: Layout, positions: _DevicePositions) -> list[_MatrixSlice]:
     """Return the rows and columns (for experts: also the experts) that devices have of a matrix."""
-    tensor = _MatrixSlice(at.tensor / layout.tensor, np.full(at.tensor.shape, 1.0 / layout.tensor))
+    tensor = _MatrixSlice(
+        positions.tensor / layout.tensor, np.full(positions.tensor.shape, 1.0 / layout.tensor)
+    )
     if kind.startswith("expert"):
         parts = layout.expert * layout.expert_shards
-        number = at.data % layout.expert * layout.expert_shards
-        number = number + at.data % layout.fsdp // layout.expert
+        number = positions.data % layout.expert * layout.expert_shards
+        number = number + positions.data % layout.fsdp // layout.expert
         experts = _MatrixSlice(number / parts, np.full(number.shape, 1.0 / parts))
         return [experts, tensor]
-    shard = at.data % layout.fsdp
+    shard = positions.data % layout.fsdp
     if kind == "columns":
         rows = _MatrixSlice(shard / layout.fsdp, np.full(shard.shape, 1.0 / layout.fsdp))
         return [rows, tensor]
     # Rows are divided over tensor ranks, and each part over shards.
     parts = layout.tensor * layout.fsdp
-    number = at.tensor * layout.fsdp + shard
+    number = positions.tensor * layout.fsdp + shard
     whole = _MatrixSlice(np.zeros(shard.shape), np.ones(shard.shape))
     return [_MatrixSlice(number / parts, np.full(number.shape, 1.0 / parts)), whole]
 
@@ -229,15 +233,15 @@ def _list_slices(kind: str, layout: Layout, at: _DevicePositions) -> list[_Matri
 def _compute_distant_share(
     source: Mesh, ranks: Integers, inside: npt.NDArray[np.bool_], per_node: int
 ) -> Floats:
-    """Return the share of what a device lacks that no device of `source` in its machine has.
+    """Return the share of missing elements that no device of `source` in the same machine has.
 
     `inside` is True for devices of `source`.
     """
     layout = source.layout
     parts = layout.tensor * layout.pipeline * layout.fsdp
     nodes = ranks // per_node
-    held = _count_held_parts(source, per_node)
-    near = np.where(nodes < len(held), held[np.minimum(nodes, len(held) - 1)], 0)
+    held_parts = _count_held_parts(source, per_node)
+    near = np.where(nodes < len(held_parts), held_parts[np.minimum(nodes, len(held_parts) - 1)], 0)
     # What a device has itself is not missing.
     lacked = np.maximum(parts - inside, 1)
     return 1.0 - np.minimum(1.0, np.maximum(0.0, near - inside) / lacked)
@@ -247,8 +251,10 @@ def _compute_distant_share(
 def _count_held_parts(source: Mesh, per_node: int) -> Integers:
     """Return how many distinct parts of the network each machine has, up to the last one in use."""
     layout = source.layout
-    own = np.array(source.ranks, np.int64)
-    at = _locate(source, own)
-    number = (at.pipeline * layout.tensor + at.tensor) * layout.fsdp + at.data % layout.fsdp
-    pairs = np.unique(np.stack([own // per_node, number]), axis=1)
+    ranks = np.array(source.ranks, np.int64)
+    positions = _locate(source, ranks)
+    number = (
+        positions.pipeline * layout.tensor + positions.tensor
+    ) * layout.fsdp + positions.data % layout.fsdp
+    pairs = np.unique(np.stack([ranks // per_node, number]), axis=1)
     return np.bincount(pairs[0])

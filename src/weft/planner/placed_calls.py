@@ -55,10 +55,10 @@ def group_devices(
     bounds = sorted(ends)
     # Ranks between two bounds belong to the same meshes.
     members: dict[int, set[int]] = {first: set() for first in bounds}
-    at = {bound: number for number, bound in enumerate(bounds)}
+    index_of = {bound: number for number, bound in enumerate(bounds)}
     for number, intervals in enumerate(runs.values()):
         for first, stop in intervals:
-            for place in range(at[first], at[stop]):
+            for place in range(index_of[first], index_of[stop]):
                 members[bounds[place]].add(number)
     ranges: dict[tuple[int, frozenset[int]], list[tuple[int, int]]] = {}
     for first, stop in itertools.pairwise(bounds):
@@ -68,8 +68,8 @@ def group_devices(
             intervals[-1] = (intervals[-1][0], stop)
         else:
             intervals.append((first, stop))
-    used = sorted(ranges, key=lambda key: not key[1])  # stable: idle devices move to the end
-    return [DeviceRange(tuple(ranges[key])) for key in used]
+    keys = sorted(ranges, key=lambda key: not key[1])  # stable: idle devices move to the end
+    return [DeviceRange(tuple(ranges[key])) for key in keys]
 
 
 def locate_meshes(
@@ -171,20 +171,20 @@ def _find_separate_copies(
     The rule is that of `weft.runtime.roles.find_separate_copies`: the call's mesh shares no device
     with that of the role's own weights, and all calls there tolerate stale weights.
     """
-    written = {sync.target for sync in graph.syncs}
-    used: dict[tuple[str, Mesh], list[str]] = {}
+    synced_roles = {sync.target for sync in graph.syncs}
+    calls_of: dict[tuple[str, Mesh], list[str]] = {}
     tolerant = set[str]()
     for call in graph.list_model_calls():
         if call.name not in meshes:
             continue
-        used.setdefault((call.role, meshes[call.name]), []).append(call.name)
+        calls_of.setdefault((call.role, meshes[call.name]), []).append(call.name)
         edges = graph.find_version_edges(call.name)
         if len(edges) == 1 and edges[0].max_staleness and graph.get_node(edges[0].producer).trains:
             tolerant.add(call.name)
     lanes = {}
-    for (role, mesh), names in used.items():
-        apart = set(groups_of[mesh]).isdisjoint(groups_of[meshes[homes[role]]])
-        if apart and role not in written and tolerant.issuperset(names):
+    for (role, mesh), names in calls_of.items():
+        is_apart = set(groups_of[mesh]).isdisjoint(groups_of[meshes[homes[role]]])
+        if is_apart and role not in synced_roles and tolerant.issuperset(names):
             for name in names:
                 lanes[name] = f"{role} on {mesh.ranks[0]}-{mesh.ranks[-1]}"
     return lanes
@@ -207,7 +207,7 @@ def _compute_core_seconds(
         cores_each = rates.compute_cores_each(working, started)
         for group in call.groups:
             work[group] += call.seconds * cores_each
-    # Machines inside an interval are alike: the first of them stands for all.
+    # All machines inside an interval have the same work, so only the first of them is computed.
     machines = set[int]()
     for devices in groups:
         for first, stop in devices.intervals:

@@ -32,7 +32,7 @@ from weft.planner.placement_report import (
     format_seconds,
 )
 from weft.planner.problem import PlacementEstimate, PlacementProblem
-from weft.planner.row_lengths import RowLengths
+from weft.planner.row_lengths import RowBatch, RowLengths
 from weft.planner.search import list_uniform_placements, search_placement
 from weft.topology import Layout
 
@@ -147,9 +147,8 @@ def allocate_layouts(
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
     only. For other roles, "manual" assigns no layout, and they run on the first device. The path of a
     plan file assigns none either; the plan places their calls later. "heuristic" and "search" make
-    them data-parallel over all devices; `place_calls` later
-    improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
-    all of them.
+    them data-parallel over all devices; `place_calls` improves their placement later. Any other
+    mode is a layout, such as "d4t2", which is assigned to all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"
@@ -159,10 +158,13 @@ def allocate_layouts(
         layout = mode
     if layout is None:
         return dict(roles)
-    by = f"allocation_mode={mode}"
+    allocated_by = f"allocation_mode={mode}"
     layouts: dict[str, ModelSpec] = {}
     for name, spec in roles.items():
-        layouts[name] = spec if is_placed(spec) else replace(spec, layout=layout, allocated_by=by)
+        if is_placed(spec):
+            layouts[name] = spec
+        else:
+            layouts[name] = replace(spec, layout=layout, allocated_by=allocated_by)
     return layouts
 
 
@@ -187,15 +189,15 @@ def place_calls(
     `start` is the placement in which every movable call uses all of them. With "search", raises
     `NoPlacementFits` if no placement fits into memory.
     """
-    # The search begins with the placement of the heuristic.
     rates = problem.rates
-    usual = min(list_uniform_placements(problem) or [start], key=problem.compute_score)
+    # The placement of the heuristic is also the one from which the search begins.
+    uniform = min(list_uniform_placements(problem) or [start], key=problem.compute_score)
     if mode == HEURISTIC:
-        best = problem.estimate(usual)
+        best = problem.estimate(uniform)
         everywhere = problem.estimate(start)
         placed = _with_placement(experiment, best, problem.units)
         return with_notes(placed, _build_heuristic_lines(best, everywhere, rates))
-    result = search_placement(problem, usual)
+    result = search_placement(problem, uniform)
     if result.best.excess_bytes:
         raise NoPlacementFits(
             f"allocation_mode=search: no placement on {count} devices fits "
@@ -269,21 +271,21 @@ def build_units(
 
     `count` is the number of all devices, and `per_node` is the number of devices per machine.
     `check(role, layout)` raises `ConfigError` if the role's network does not support the layout.
-    `lengths` maps calls to the tokens of a sequence; ranks share the tokens of long ones, except in
-    calls that generate.
+    `lengths` maps calls to the number of tokens of a sequence. Several ranks may share the tokens
+    of a long sequence, except in calls that generate.
     """
     # List the meshes of each unit; a layout that is set leaves one.
     units = []
     start = []
     for calls in group_calls(experiment.graph.list_model_calls()):
         role = calls[0].role
-        named = any(call.layout is not None or call.device_mesh is not None for call in calls)
-        now = experiment.call_meshes[calls[0].name]
+        is_fixed = any(call.layout is not None or call.device_mesh is not None for call in calls)
+        initial = experiment.call_meshes[calls[0].name]
         if role not in networks:
             continue
         trains = calls[0].trains
-        meshes = [now]
-        if role in free and not named:
+        meshes = [initial]
+        if role in free and not is_fixed:
             allowed = partial(
                 _adapt_layout,
                 experiment.roles[role],
@@ -301,11 +303,11 @@ def build_units(
                 max_context=compute_max_context(longest),
                 num_experts=max(1, networks[role].experts),
             )
-            # Without any, the run is refused later, with the reason.
-            meshes = meshes or [now]
+            # If no layout is allowed, the run is refused later with the reason.
+            meshes = meshes or [initial]
         names = tuple(call.name for call in calls)
         units.append(PlacementUnit(role, names, tuple(meshes), trains=trains))
-        start.append(meshes.index(now) if now in meshes else len(meshes) - 1)
+        start.append(meshes.index(initial) if initial in meshes else len(meshes) - 1)
     return units, start
 
 
@@ -317,13 +319,14 @@ def _adapt_layout(
     Returns None if the role's options or `check` do not allow the layout, or if it has more than
     `at_once` data-parallel ranks.
     """
-    other_stage = (
+    # The option `zero_stage` decides whether the weights of a trained role are sharded.
+    has_other_stage = (
         trains
         and layout.data > 1
         and spec.zero_stage is not None
         and (spec.zero_stage > 0) != (layout.fsdp > 1)
     )
-    if layout.data > at_once or other_stage:
+    if layout.data > at_once or has_other_stage:
         return None
     try:
         adapted_layout = spec.with_virtual_stages(layout)
@@ -354,9 +357,9 @@ def build_workload(
 ) -> CallWorkload:
     """Return the estimated workload of a call in one step.
 
-    `written` are the options of the dataset as the user wrote them; those of the experiment have
-    defaults filled in. `rows` are the lengths of the run's rows, if they were read; lengths that
-    `search` sets take precedence.
+    `written` are the options of the dataset as the user wrote them, while `experiment.dataset` has
+    the defaults filled in. `rows` are the lengths of the run's rows, if they were read; lengths
+    that `search` sets take precedence.
     """
     lengths = _estimate_lengths(experiment, search, written, rows)
     samples = lengths.samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
@@ -365,7 +368,13 @@ def build_workload(
     updates = count_updates(experiment.updates_per_firing, call)
     keys = {*call.input_keys, *call.optional_keys}
     shared, saved = _estimate_shared_tokens(lengths, keys, samples, rows, trains=call.trains)
-    measured = rows if search.prompt_tokens is None and search.answer_tokens is None else None
+    # The lengths of the single rows count only if `search` does not set others.
+    batches: tuple[RowBatch, ...] = ()
+    attended_length = None
+    if rows is not None and search.prompt_tokens is None and search.answer_tokens is None:
+        ids_per_update = max(1, _count_ids(experiment, lengths) // updates)
+        batches = rows.list_batches(ids_per_update, lengths.samples, lengths.answer)
+        attended_length = rows.compute_attended_length(lengths.answer)
     cache_gb = call.args.get("kv_cache_gb")
     return CallWorkload(
         method=call.method,
@@ -380,15 +389,9 @@ def build_workload(
         samples=samples,
         shared_tokens=shared,
         saved_share=saved,
-        batches=()
-        if measured is None
-        else measured.list_batches(
-            max(1, _count_ids(experiment, lengths) // updates), lengths.samples, lengths.answer
-        ),
+        batches=batches,
         repeats_head=experiment.dataset_type in PAIRED_TYPES,
-        attended_length=None
-        if measured is None
-        else measured.compute_attended_length(lengths.answer),
+        attended_length=attended_length,
         batch_bytes=_count_batch_bytes(experiment, lengths, keys, samples),
         cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
         offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
@@ -399,16 +402,19 @@ def build_workload(
 def _count_batch_bytes(
     experiment: Experiment, lengths: CallLengths, keys: Collection[str], samples: int
 ) -> float:
-    """Return the size of a call's batch: token ids of 8 bytes, other values of an answer of 4."""
-    each = 0.0
+    """Return the size of a call's batch in bytes.
+
+    A token id has 8 bytes; any other value is one of 4 bytes per token of the answer.
+    """
+    bytes_per_sequence = 0.0
     for key in keys:
         if key == "prompt":
-            each += ID_BYTES * lengths.prompt / samples
+            bytes_per_sequence += ID_BYTES * lengths.prompt / samples
         elif key == "completion":
-            each += ID_BYTES * lengths.answer
+            bytes_per_sequence += ID_BYTES * lengths.answer
         else:
-            each += VALUE_BYTES * lengths.answer
-    return each * samples * _count_ids(experiment, lengths)
+            bytes_per_sequence += VALUE_BYTES * lengths.answer
+    return bytes_per_sequence * samples * _count_ids(experiment, lengths)
 
 
 def _estimate_shared_tokens(
@@ -481,7 +487,7 @@ def _estimate_lengths(
 
     Raises `ConfigError` if the lengths that `spec` sets exceed the limits of the run.
     """
-    # Lengths are those of the call that samples, or those of the rows.
+    # The call that samples sets the length of answers, if there is one.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":

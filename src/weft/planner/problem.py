@@ -1,8 +1,9 @@
 """The problem of placing a graph's calls on devices, and estimates of a placement's time and memory.
 
-The duration of a step is simulated: calls that share a device run one after another. What a call
-costs depends on its layout and on how its mesh lies on machines, not on which of them it uses, so it
-is estimated once for all meshes that differ only in their position. The functions are pure.
+The duration of a step is simulated: calls that share a device run one after another. The cost of a
+call depends on its layout and on how its mesh is divided over machines, but not on which machines
+these are. It is therefore estimated once for all meshes that differ only in their position. The
+functions are pure.
 """
 
 from __future__ import annotations
@@ -227,10 +228,10 @@ class PlacementProblem:
         `shared` is True if the role uses the weights of another role.
         """
         case = self.build_memory_case(role, mesh, calls, own=own)
-        held = estimate(case.shape, case.settings, case.works)
+        role_memory = estimate(case.shape, case.settings, case.works)
         if shared:
-            held = held.drop_weights()
-        return held.count_used_bytes(on_cpu=self.rates.cores is not None)
+            role_memory = role_memory.drop_weights()
+        return role_memory.count_used_bytes(on_cpu=self.rates.cores is not None)
 
     def build_memory_case(
         self, role: str, mesh: Mesh, calls: Sequence[str], *, own: bool

@@ -71,8 +71,8 @@ class ProfileMachine:
 class MeasuredCurve:
     """Piecewise linear function through measured points, which never decreases.
 
-    Beyond the last point, the last segment continues. Below the first point, the function goes to
-    the value at 0 that the first segment has there, which is at least 0.
+    Beyond the last point, the last segment continues. Below the first point, the function is linear
+    down to x = 0, where it has the value of the extended first segment, or 0 if that is negative.
     """
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
@@ -92,11 +92,11 @@ class MeasuredCurve:
             self.ys.insert(0, start)
 
     def __call__(self, x: float) -> float:
-        at = min(max(1, bisect_right(self.xs, x)), len(self.xs) - 1)
-        if at == 0:
+        index = min(max(1, bisect_right(self.xs, x)), len(self.xs) - 1)
+        if index == 0:
             return self.ys[0]
-        low, high = self.xs[at - 1], self.xs[at]
-        below, above = self.ys[at - 1], self.ys[at]
+        low, high = self.xs[index - 1], self.xs[index]
+        below, above = self.ys[index - 1], self.ys[index]
         return below + (above - below) * (x - low) / (high - low)
 
 
@@ -107,7 +107,7 @@ class MeasuredSurface:
         self._columns: dict[float, MeasuredCurve] = {}
         for x in sorted(set(xs)):
             chosen = [
-                (y, value) for each, y, value in zip(xs, ys, values, strict=True) if each == x
+                (y, value) for column, y, value in zip(xs, ys, values, strict=True) if column == x
             ]
             self._columns[x] = _OpenCurve(*zip(*chosen, strict=True))
 
@@ -189,7 +189,7 @@ class PassTimes:
 
 
 class DecodeTimes:
-    """Times of decode steps and of prefills: of a layer, and of all else."""
+    """Times of decode steps and of prefills, for a layer and for the rest of the network."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         batches = values["batches"]
@@ -233,10 +233,12 @@ class ShapeTimes:
     def compute_update(self, trained: float) -> float:
         """Return the time of an optimizer step with `trained` trained parameters, in seconds."""
         full, adapters = self.passes["full"], self.passes["adapters"]
-        more = full.trained - adapters.trained
-        each = max(0.0, full.update - adapters.update) / more if more > 0 else 0.0
-        fixed = max(0.0, adapters.update - each * adapters.trained)
-        return fixed + each * trained
+        difference = full.trained - adapters.trained
+        per_parameter = (
+            max(0.0, full.update - adapters.update) / difference if difference > 0 else 0.0
+        )
+        fixed = max(0.0, adapters.update - per_parameter * adapters.trained)
+        return fixed + per_parameter * trained
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,15 +306,16 @@ def find_profile(
 ) -> DeviceProfile | None:
     """Return the profile of networks with these shapes and dtypes, or None if no file has one.
 
-    The files are those of this machine in the user's cache or, with `given`, this file or all files
-    of this folder. Raises `ConfigError` for a file that is damaged or that belongs to another
-    device, version of torch or version of weft, and if `given` has no profile of these networks.
+    The profiles are searched in the user's cache, among those of this machine. If `given` is set,
+    only this file or the files of this folder are searched. Raises `ConfigError` for a file that is
+    damaged or that belongs to another device, version of torch or version of weft, and if `given`
+    has no profile of these networks.
     """
-    wanted = set(keys)
+    wanted_keys = set(keys)
     if given is None:
         folder = find_folder() / name_device_folder(machine.device)
         paths: list[Path] = []
-        for key, dtype in wanted:
+        for key, dtype in wanted_keys:
             paths += folder.glob(f"{key.name}.{dtype}.*.json")
     else:
         place = Path(given)
@@ -329,7 +332,7 @@ def find_profile(
     for path in sorted(paths):
         values = read_file(path, machine if given is None else None)
         key, dtype = ShapeKey(**values["shape"]), values["dtype"]
-        if (key, dtype) not in wanted:
+        if (key, dtype) not in wanted_keys:
             continue
         times[key, dtype, values["tensor"], values["threads"]] = parse_times(values)
         links = parse_links(values["links"])
@@ -339,7 +342,7 @@ def find_profile(
         used.append(str(path))
     if not times:
         if given is not None:
-            names = ", ".join(sorted(f"{key.name}.{dtype}" for key, dtype in wanted))
+            names = ", ".join(sorted(f"{key.name}.{dtype}" for key, dtype in wanted_keys))
             raise ConfigError(
                 f"search.profile={given}: has no profile of this run's models ({names}); write one "
                 "with weft plan profile MODEL --output FILE, or leave the option out"
@@ -441,7 +444,7 @@ def parse_links(values: Mapping[str, Any] | None) -> LinkTimes | None:
 
 
 def parse_host_bandwidth(values: Mapping[str, Any] | None) -> float | None:
-    """Return the bytes per second of large copies to host memory and back, the slower of both.
+    """Return the bandwidth of large copies to host memory or back, whichever is slower, in bytes/s.
 
     `values` are the copies in a profile's contents, or None if they were not measured.
     """
@@ -488,9 +491,9 @@ def format_contents(contents: Mapping[str, Any]) -> str:
 def compute_held_out_errors(
     times: ShapeTimes, held_out: Iterable[Mapping[str, Any]]
 ) -> list[tuple[str, float, float]]:
-    """Return (description, measured, interpolated) seconds of points that are not interpolated.
+    """Return (description, measured seconds, interpolated seconds) of each held-out measurement.
 
-    `held_out` are measurements of whole calls of a network with the given number of `layers`.
+    `held_out` are measurements of whole calls of a network; `layers` is its number of layers.
     """
     errors = []
     for point in held_out:

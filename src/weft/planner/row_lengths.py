@@ -1,4 +1,4 @@
-"""Lengths of a run's rows, from a sample of them: what estimates need to know of the data."""
+"""Lengths of a run's rows, taken from a sample of the data, for estimates of time and memory."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class RowLengths:
         `answer` is the number of tokens after each prompt if the rows have no answers.
         """
         if len(self.answers):
-            each = len(self.answers) // len(self.prompts)
-            whole = np.repeat(self.prompts, each) + self.answers[: each * len(self.prompts)]
-            lengths = whole.astype(np.float64)
+            per_prompt = len(self.answers) // len(self.prompts)
+            prompts = np.repeat(self.prompts, per_prompt)
+            sequences = prompts + self.answers[: per_prompt * len(self.prompts)]
+            lengths = sequences.astype(np.float64)
         else:
             lengths = self.prompts.astype(np.float64) + answer
         return float((lengths**2).sum() / max(1.0, float(lengths.sum())))
@@ -61,13 +62,13 @@ class RowLengths:
         of its answers.
         """
         count = len(self.prompts)
-        each = len(self.answers) // count
-        if each:
-            answers = self.answers[: each * count].reshape(count, each).sum(1)
+        per_prompt = len(self.answers) // count
+        if per_prompt:
+            answers = self.answers[: per_prompt * count].reshape(count, per_prompt).sum(1)
         else:
-            each = samples
+            per_prompt = samples
             answers = np.full(count, samples * answer, np.int64)
-        tokens = each * self.prompts + answers
+        tokens = per_prompt * self.prompts + answers
         pairs = list(zip(tokens.tolist(), answers.tolist(), strict=True))
         batches = []
         for first in range(0, len(pairs) - batch + 1, batch):

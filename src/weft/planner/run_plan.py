@@ -75,7 +75,7 @@ def describe_run(
 def _count_training(experiment: Experiment, horizon: RunLength) -> list[PlannedTraining]:
     result: list[PlannedTraining] = []
     for node in experiment.trained_nodes:
-        per_epoch, whole = horizon.updates[node.name]
+        per_epoch, in_run = horizon.updates[node.name]
         total = horizon.schedules[node.name].total_steps
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
         result.append(
@@ -85,7 +85,7 @@ def _count_training(experiment: Experiment, horizon: RunLength) -> list[PlannedT
                 experiment.updates_per_firing.get(node.name, 1),
                 per_epoch,
                 total,
-                0 if total == whole else frozen,
+                0 if total == in_run else frozen,
             )
         )
     return result
@@ -98,9 +98,8 @@ def _group_into_levels(experiment: Experiment) -> list[list[str]]:
     """
     depth: dict[str, int] = {}
     for name in experiment.graph.order:
-        depth[name] = max(
-            (depth[each] + 1 for each in experiment.graph.find_producers(name)), default=0
-        )
+        producers = experiment.graph.find_producers(name)
+        depth[name] = max((depth[producer] + 1 for producer in producers), default=0)
     ordered = sorted(experiment.graph.order, key=lambda name: depth[name])
     return [list(names) for _, names in groupby(ordered, key=lambda name: depth[name])]
 
@@ -127,10 +126,10 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 def group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
     """Return a mapping from the rank of each device to the names of its roles and copies."""
-    named = name_engines(experiment)
+    engines = name_engines(experiment)
     result: dict[int, list[str]] = {}
     for rank in range(experiment.num_devices):
-        result[rank] = [name for (_, mesh), name in named.items() if rank in mesh.ranks]
+        result[rank] = [name for (_, mesh), name in engines.items() if rank in mesh.ranks]
     return result
 
 
@@ -139,10 +138,12 @@ def name_engines(experiment: Experiment) -> dict[tuple[str, Mesh], str]:
 
     The name is the role or, for a copy, the role with its calls: `actor (actor_gen)`.
     """
-    primary = {place: place[0] for place in experiment.role_meshes.items()}
+    names = {place: place[0] for place in experiment.role_meshes.items()}
     calls: dict[tuple[str, Mesh], dict[str, None]] = {}
     for name, call in experiment.calls.items():
         place = (call.role, experiment.call_meshes[name])
-        if place not in primary:
+        if place not in names:
             calls.setdefault(place, {})[call.name] = None
-    return primary | {place: f"{place[0]} ({', '.join(each)})" for place, each in calls.items()}
+    for place, names_of_calls in calls.items():
+        names[place] = f"{place[0]} ({', '.join(names_of_calls)})"
+    return names

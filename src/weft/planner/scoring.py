@@ -1,8 +1,8 @@
 """Step times and memory of many placements at once.
 
 The time to score a placement depends on the number of calls only, not on the number of devices:
-what happens is followed on the first device of each mesh, since no other device has more calls. The
-arrays have one element per placement. The functions are pure.
+work and memory are added up on the first device of each mesh, since no other device has more calls.
+The arrays have one element per placement. The functions are pure.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class PlacementScorer:
         """Return which meshes of a unit are no better than another of `numbers` on the same devices.
 
         The other mesh is at least as fast and needs no more memory. Of equal ones, the first
-        remains. Nothing is dominated if other units have the same weights, since it then matters
-        where these are.
+        remains. No mesh is dominated if other units have the same weights, because the time to
+        copy weights then depends on the devices of these units.
         """
         problem, table = self.problem, self.table
         role = problem.units[unit].role
         dominated = np.zeros(len(numbers), np.bool_)
-        others = {*problem.shared_roles, *problem.shared_roles.values()}
-        if len(self._units_of[role]) > 1 or role in others:
+        sharing_roles = {*problem.shared_roles, *problem.shared_roles.values()}
+        if len(self._units_of[role]) > 1 or role in sharing_roles:
             return dominated
         calls = problem.units[unit].calls
         costs = np.column_stack(
@@ -111,18 +111,18 @@ class PlacementScorer:
             ]
         )
         places: dict[int, list[int]] = {}
-        for index, each in enumerate(table.range_of[numbers]):
-            places.setdefault(int(each), []).append(index)
-        known: dict[tuple[int, ...], Booleans] = {}
+        for index, mesh_range in enumerate(table.range_of[numbers]):
+            places.setdefault(int(mesh_range), []).append(index)
+        dominated_of: dict[tuple[int, ...], Booleans] = {}
         for indices in places.values():
             classes = table.classes[numbers[indices]]
             key = tuple(classes.tolist())
-            if key not in known:
-                own = costs[classes]
-                no_worse = (own[:, None] <= own[None]).all(axis=2)
+            if key not in dominated_of:
+                class_costs = costs[classes]
+                no_worse = (class_costs[:, None] <= class_costs[None]).all(axis=2)
                 earlier = np.tri(len(indices), k=-1, dtype=np.bool_).T
-                known[key] = (no_worse & (~no_worse.T | earlier)).any(axis=0)
-            dominated[indices] = known[key]
+                dominated_of[key] = (no_worse & (~no_worse.T | earlier)).any(axis=0)
+            dominated[indices] = dominated_of[key]
         return dominated
 
     def _get_memory(self, unit: int, mask: int, shared: bool) -> tuple[Floats, Floats]:
@@ -140,9 +140,9 @@ class PlacementScorer:
                     calls += problem.units[other].calls
             own = bool(mask >> self._units_of[role].index(problem.home[role]) & 1)
             values = np.full((2, len(table.examples)), np.nan)
-            for each in np.unique(table.classes[self.numbers[unit]]):
-                values[:, each] = problem.estimate_memory(
-                    role, table.examples[each], calls, own=own, shared=shared
+            for mesh_class in np.unique(table.classes[self.numbers[unit]]):
+                values[:, mesh_class] = problem.estimate_memory(
+                    role, table.examples[mesh_class], calls, own=own, shared=shared
                 )
             self._memory[key] = values[0], values[1]
         return self._memory[key]
@@ -187,7 +187,7 @@ class PlacementScorer:
         return float(used + self._count_process_bytes(columns)[0])
 
     def _count_process_bytes(self, columns: Columns) -> Floats:
-        """Return the bytes that a device takes besides its roles.
+        """Return the bytes that a device needs in addition to its roles.
 
         This is a lower bound if units are not placed yet.
         """
@@ -200,7 +200,7 @@ class PlacementScorer:
         return np.where(ends > 1, several, alone)
 
     def _compute_used(self, columns: Columns, covers: MeshCoverage) -> list[Floats]:
-        """Return the bytes in use at each of the points where they can be highest.
+        """Return the bytes in use at each point of `covers`, without those of the processes.
 
         The memory of the roles and calls is added up as in `MemoryForecast.total`.
         Roles whose own weights are not placed yet are left out.
@@ -259,8 +259,8 @@ class PlacementScorer:
         for mask, is_shared in itertools.product(np.unique(masks), (False, True)):
             if is_shared and not shared.any():
                 continue
-            here = is_first & (masks == mask) & (shared == is_shared)
+            chosen = is_first & (masks == mask) & (shared == is_shared)
             permanent, additional = self._get_memory(unit, int(mask), is_shared)
-            stays = np.where(here, permanent[classes], stays)
-            most = np.where(here, additional[classes], most)
+            stays = np.where(chosen, permanent[classes], stays)
+            most = np.where(chosen, additional[classes], most)
         return stays, most

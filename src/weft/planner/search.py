@@ -3,8 +3,8 @@
 As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5), each call has its own devices and layout.
 Calls are placed one after another, and a partial placement is dropped as soon as no completion can
 be better than what was found (branch and bound), so that the best placement is found for certain.
-If that takes too long, simulated annealing with a fixed seed improves what it starts from, and the
-result says how far from the best it can be at most. The functions are pure.
+If that takes too long, simulated annealing with a fixed seed improves the first placement, and the
+result has a lower bound of the step time of all placements. The functions are pure.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     search = _PlacementSearch(problem)
     begin = [int(numbers[0]) for numbers in problem.scorer.find_numbers(start)]
     search.descend(begin)
-    # Equal devices are tried once, but only the first one alone starts no other process.
+    # Equal devices are tried once. The first device is special: with it alone, no other process is
+    # started.
     search.keep_first_device()
     search.drop_candidates()
     low = search.try_all(search.movable, search.get_best(), FIRST_PLACEMENTS)
@@ -89,7 +90,7 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
         and not best.excess_bytes
         and np.float32(low) >= np.float32(best.step_seconds)
     ):
-        low = None  # what is left to try has equal steps
+        low = None  # no remaining placement has a shorter step
     return SearchResult(
         best,
         problem.estimate(start),
@@ -137,7 +138,11 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _RankedPlacement:
-    """A placement: its score, the numbers of its meshes, and what other orders of devices keep."""
+    """Placement with its score.
+
+    `numbers` are the numbers of its meshes. `pattern` is equal for placements that differ only in
+    the order of equal devices.
+    """
 
     score: tuple[float, float, int]
     numbers: list[int]
@@ -159,7 +164,7 @@ class _PlacementSearch:
         self._candidates = list(self._scorer.numbers)
         self._firsts = [group.first for group in problem.devices.groups]
         self.best_two: list[_RankedPlacement] = []
-        # Place the units first whose weights others use, and those that need most.
+        # Place trained units first, whose weights others use, and then those with the most work.
         movable = [unit for unit, each in enumerate(problem.units) if len(each.meshes) > 1]
         self.movable = sorted(
             movable,
@@ -172,7 +177,7 @@ class _PlacementSearch:
         """Return the mesh numbers of the best placement."""
         return self.best_two[0].numbers
 
-    # -- what was found
+    # -- the best placements
 
     def _keep_best(self, columns: Sequence[Integers], scores: PlacementScores) -> None:
         """Keep the best two different placements of those found so far and those of `columns`."""
@@ -241,7 +246,7 @@ class _PlacementSearch:
                 is_kept = np.zeros(len(table.examples), np.bool_)
                 is_kept[classes[keep]] = True
                 remaining = numbers[is_kept[table.classes[numbers]]]
-                # Without any, what was found cannot be improved; bounds need one.
+                # If none remains, the best placements cannot be improved. Keep one for the bounds.
                 self._candidates[unit] = remaining if len(remaining) else numbers[:1]
             self._scorer.restrict(self._candidates)
         self._lists.clear()
@@ -250,8 +255,8 @@ class _PlacementSearch:
 
     def descend(self, numbers: Sequence[int]) -> None:
         """Move one unit after the other to its best mesh, until no move improves the score."""
-        now = list(numbers)
-        columns = [np.array([each]) for each in now]
+        current = list(numbers)
+        columns = [np.array([each]) for each in current]
         scores = self._scorer.score(columns)
         self._keep_best(columns, scores)
         best = _round(scores).get(0)
@@ -259,20 +264,21 @@ class _PlacementSearch:
         while improved:
             improved = False
             for unit in self.movable:
-                candidates, scores = self._move(unit, now, best)
+                candidates, scores = self._move(unit, current, best)
                 if len(candidates):
                     first = scores.sort()[0]
                     if scores.get(first) < best:
                         best = scores.get(first)
-                        now[unit] = int(candidates[first])
+                        current[unit] = int(candidates[first])
                         improved = True
 
     def _move(
         self, unit: int, numbers: Sequence[int], best: tuple[float, float, int] | None = None
     ) -> tuple[Integers, PlacementScores]:
-        """Move one unit of a placement to each of its candidates, and offer the results.
+        """Move one unit of a placement to each of its candidates, and keep the best results.
 
-        Returns the candidates that can be better than `best` or what was found, and their scores.
+        Returns the candidates that can be better than `best` or than the best placements so far,
+        with their scores.
         """
         others = [number for other, number in enumerate(numbers) if other != unit]
         columns = [np.array([each]) for each in numbers]
@@ -291,11 +297,11 @@ class _PlacementSearch:
     def keep_first_device(self) -> None:
         """Keep the placement of all units on the first device, if they can be placed there."""
         numbers = []
-        for own in self._scorer.numbers:
-            at_first = (self._table.starts[own, 0] == 0) & (self._table.sizes[own] == 1)
+        for meshes in self._scorer.numbers:
+            at_first = (self._table.starts[meshes, 0] == 0) & (self._table.sizes[meshes] == 1)
             if not at_first.any():
                 return
-            numbers.append(own[at_first][:1])
+            numbers.append(meshes[at_first][:1])
         self._keep_best(numbers, self._scorer.score(numbers))
 
     def descend_in_pairs(self) -> None:
@@ -310,9 +316,9 @@ class _PlacementSearch:
         """Score all placements that differ from the best one in one unit."""
         self._candidates = list(self._scorer.numbers)
         self._lists.clear()
-        now = self.get_best()
+        best = self.get_best()
         for unit in self.movable:
-            self._move(unit, now)
+            self._move(unit, best)
 
     def anneal(self, start: Sequence[int]) -> list[list[int]]:
         """Return the best placements that simulated annealing finds, a few of them.
@@ -322,14 +328,14 @@ class _PlacementSearch:
         """
         draw = np.random.default_rng(SEED)
         shares = [self._compute_shares(unit) for unit in range(len(self._candidates))]
-        now = np.repeat(np.array(start, np.int64)[:, None], CHAINS, axis=1)
-        energy = self._compute_energy(self._scorer.score(list(now), moves=False))
-        best, least = now.copy(), energy.copy()
+        current = np.repeat(np.array(start, np.int64)[:, None], CHAINS, axis=1)
+        energy = self._compute_energy(self._scorer.score(list(current), moves=False))
+        best, least = current.copy(), energy.copy()
         for turn in range(ANNEALING_STEPS):
             heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
                 turn / ANNEALING_STEPS
             )
-            new = now.copy()
+            new = current.copy()
             count = min(len(self.movable), int(draw.integers(1, 3)))
             for unit in draw.choice(self.movable, count, replace=False):
                 drawn = np.searchsorted(shares[unit], draw.random(CHAINS))
@@ -337,9 +343,9 @@ class _PlacementSearch:
             new_energy = self._compute_energy(self._scorer.score(list(new), moves=False))
             # Accept a worse placement with a probability that falls with the temperature.
             accepted = draw.random(CHAINS) < np.exp(np.minimum(0.0, (energy - new_energy) / heat))
-            now = np.where(accepted, new, now)
+            current = np.where(accepted, new, current)
             energy = np.where(accepted, new_energy, energy)
-            best = np.where(energy < least, now, best)
+            best = np.where(energy < least, current, best)
             least = np.minimum(energy, least)
         chosen = []
         for chain in np.argsort(least, kind="stable")[:RESULTS]:
@@ -367,7 +373,7 @@ class _PlacementSearch:
     # -- branch and bound
 
     def try_all(self, units: Sequence[int], numbers: Sequence[int], most: int) -> float | None:
-        """Place `units` in all ways that may be better than what was found; leave the others.
+        """Place `units` in all ways that may be better than the best placements; keep other units.
 
         `numbers` are the meshes of all units, and `most` is the number of placements that may be
         scored. Returns None if nothing is left to try, or else a lower bound of the step time of
@@ -404,8 +410,8 @@ class _PlacementSearch:
     ) -> int:
         """Place one more unit in the first of the partial placements `rows`.
 
-        Whole placements are offered, and partial ones added to `pending` if they can be the best.
-        Returns the number of rows that were used.
+        Complete placements are compared with the best ones; partial ones are added to `pending` if
+        they can become the best. Returns the number of rows that were used.
         """
         unit = units[level]
         others = [numbers[each] for each in range(len(numbers)) if each not in units]
@@ -414,28 +420,29 @@ class _PlacementSearch:
             lists.append(self._list_candidates(unit, [*others, *rows[len(lists)]]))
         parents = np.repeat(np.arange(len(lists)), [len(each) for each in lists])
         placed = np.column_stack([rows[parents], np.concatenate(lists)])
-        # First without the time to copy weights, then with it for those that can still be the best
+        # Score without the time to copy weights, then with it, as far as placements can be the
+        # best.
         for moves in (False, True):
             columns: list[Integers | None] = [np.array([each]) for each in numbers]
-            for place, each in enumerate(units):
-                columns[each] = placed[:, place] if place <= level else None
+            for place, placed_unit in enumerate(units):
+                columns[placed_unit] = placed[:, place] if place <= level else None
             scores = self._scorer.score(columns, moves=moves)
             keep = self._can_improve(scores)
             placed, scores = placed[keep], scores.select(keep)
             if not len(placed):
                 return len(lists)
         if level + 1 == len(units):
-            whole = [np.array([each]) for each in numbers]
-            for place, each in enumerate(units):
-                whole[each] = placed[:, place]
-            self._keep_best(whole, scores)
+            complete = [np.array([number]) for number in numbers]
+            for place, placed_unit in enumerate(units):
+                complete[placed_unit] = placed[:, place]
+            self._keep_best(complete, scores)
         else:
             order = scores.sort()
             pending[level + 1] = placed[order], scores.select(order)
         return len(lists)
 
     def _compute_bound(self, pending: Iterable[PlacementScores]) -> float:
-        """Return the shortest step time that placements can have which were not tried."""
+        """Return a lower bound of the step time of the placements that were not tried."""
         low = np.inf
         for scores in pending:
             possible = scores.select(self._can_improve(scores))
@@ -445,7 +452,7 @@ class _PlacementSearch:
 
 
 def _round(scores: PlacementScores) -> PlacementScores:
-    """Return the scores with seconds that differ only by more than the errors of rounding."""
+    """Return the scores with seconds rounded to float32, so that rounding errors don't count."""
     return scores._replace(seconds=scores.seconds.astype(np.float32).astype(np.float64))
 
 
@@ -464,19 +471,19 @@ def _find_symmetry(problem: PlacementProblem, movable: Sequence[int]) -> DeviceS
     """
     scorer = problem.scorer
     table = scorer.table
-    own = [scorer.numbers[unit] for unit in movable]
-    if problem.rates.cores is not None or not own:
+    candidates = [scorer.numbers[unit] for unit in movable]
+    if problem.rates.cores is not None or not candidates:
         return None
-    if not all(table.is_adjacent[numbers].all() for numbers in own):
+    if not all(table.is_adjacent[numbers].all() for numbers in candidates):
         return None
-    # Each unit has the same layouts on all ranges of a size and kind, which are as many as any.
+    # Each unit must have candidates on all ranges of a size and kind, with the same layouts.
     counts: dict[object, int] = {}
     positions = {}
-    for number in np.unique(np.concatenate(own)):
+    for number in np.unique(np.concatenate(candidates)):
         positions[int(table.range_of[number])] = table.class_positions[table.classes[number]]
     for position in positions.values():
         counts[position] = counts.get(position, 0) + 1
-    for numbers in own:
+    for numbers in candidates:
         classes: dict[int, set[int]] = {}
         for each, own_class in zip(table.range_of[numbers], table.classes[numbers], strict=True):
             classes.setdefault(int(each), set()).add(int(own_class))

@@ -67,7 +67,7 @@ def build_memory_course(
 ) -> list[tuple[float, float]]:
     """Return the memory of a device of a range over time, as pairs (seconds, bytes).
 
-    From each time on, until the next one, the bytes are in use.
+    The bytes of a pair are in use from its time until the time of the next pair.
     """
     course = [(0.0, memory.resident)]
     for span in simulation.spans:

@@ -40,17 +40,17 @@ class CallTimes:
         self.most_started = 2 if rates.cores is None else max(2, rates.per_node)
         shape = (len(table.examples), self.most_started)
         self.cores_each = np.zeros(shape)
-        for each, mesh in enumerate(table.examples):
+        for mesh_class, mesh in enumerate(table.examples):
             for started in range(1, 1 + self.most_started):
                 counts = problem.count_processes(len(mesh.ranks), started)
-                self.cores_each[each, started - 1] = rates.compute_cores_each(*counts)
+                self.cores_each[mesh_class, started - 1] = rates.compute_cores_each(*counts)
         self._seconds: dict[str, Floats] = {}
         self._least: dict[str, Floats] = {}
         self._work: dict[str, Floats] = {}
         for call, unit in problem.unit_of.items():
             seconds = np.full(shape, np.nan)
-            for each in np.unique(table.classes[numbers[unit]]):
-                seconds[each] = self._estimate_seconds(call, int(each))
+            for mesh_class in np.unique(table.classes[numbers[unit]]):
+                seconds[mesh_class] = self._estimate_seconds(call, int(mesh_class))
             self._seconds[call] = seconds
             # More processes may be started for calls that are placed later.
             self._least[call] = _accumulate_minima(seconds)
@@ -58,20 +58,20 @@ class CallTimes:
         self.groups = list_call_groups(problem)
         self.restrict(numbers)
 
-    def _estimate_seconds(self, call: str, each: int) -> list[float]:
+    def _estimate_seconds(self, call: str, mesh_class: int) -> list[float]:
         """Return the duration of a call on a class of meshes, by the number of started processes."""
         problem = self._problem
-        mesh = self.table.examples[each]
-        known: dict[object, float] = {}
+        mesh = self.table.examples[mesh_class]
+        seconds_of: dict[object, float] = {}
         seconds = []
         for started in range(1, 1 + self.most_started):
             overhead = problem.rates.dispatch if started > 1 else 0.0
             counts = problem.count_processes(len(mesh.ranks), started)
             shared = problem.rates.share_cores(*counts)
             key = (shared.flops, shared.launch, shared.threads_used, shared.slowdown)
-            if key not in known:
-                known[key] = problem.estimate_call(call, mesh, started).seconds - overhead
-            seconds.append(known[key] + overhead)
+            if key not in seconds_of:
+                seconds_of[key] = problem.estimate_call(call, mesh, started).seconds - overhead
+            seconds.append(seconds_of[key] + overhead)
         return seconds
 
     def restrict(self, numbers: Sequence[Integers]) -> None:
@@ -83,13 +83,15 @@ class CallTimes:
         self.least_work: dict[str, float] = {}
         self.least_devices: list[int] = []
         for unit, possible in enumerate(numbers):
-            each = np.unique(table.classes[possible])
-            self.least_devices.append(int(sizes[each].min()))
+            mesh_classes = np.unique(table.classes[possible])
+            self.least_devices.append(int(sizes[mesh_classes].min()))
             for call in self._problem.units[unit].calls:
-                seconds = self._seconds[call][each]
+                seconds = self._seconds[call][mesh_classes]
                 self.least_seconds[call] = float(seconds.min())
-                self.least_area[call] = float((seconds * sizes[each]).min())
-                self.least_work[call] = float((seconds * sizes[each] * self.cores_each[each]).min())
+                self.least_area[call] = float((seconds * sizes[mesh_classes]).min())
+                self.least_work[call] = float(
+                    (seconds * sizes[mesh_classes] * self.cores_each[mesh_classes]).min()
+                )
 
     def get_all_seconds(self, call: str) -> Floats:
         """Return the durations of a call, [classes, started processes]."""
@@ -385,11 +387,11 @@ class SimulatedStep:
     def _sum_least_work(self) -> Floats:
         """Return the fewest core seconds of all calls, on all machines together."""
         problem, times = self._problem, self._times
-        whole = np.zeros(1)
+        total = np.zeros(1)
         for name, unit in problem.unit_of.items():
             if unit in self._columns:
-                each = times.get_work(name, self._classes[unit], self._started)
-                whole = whole + each * self._sizes[unit]
+                work = times.get_work(name, self._classes[unit], self._started)
+                total = total + work * self._sizes[unit]
             else:
-                whole = whole + times.least_work[name]
-        return whole
+                total = total + times.least_work[name]
+        return total

@@ -1,4 +1,4 @@
-"""Simulation of several steps of a run on a placement: which call runs when, and what waits.
+"""Simulation of several steps of a run on a placement: when each call runs, and why it waits.
 
 The replay takes the decisions of a run's master (`weft.runtime.master`) with the same functions,
 `weft.graph.ready` and `weft.graph.launch_queue`, and advances a clock by estimated durations:
@@ -151,8 +151,8 @@ def _find_steady_seconds(replay: _StepReplay) -> float:
     for step in range(MOST_STEPS):
         state = replay.describe_state()
         if state in states:
-            before, then = states[state]
-            return (replay.now - then) / (step - before)
+            earlier_step, earlier_time = states[state]
+            return (replay.now - earlier_time) / (step - earlier_step)
         states[state] = (step, replay.now)
         replay.run_step()
         ends.append(replay.now)
@@ -165,9 +165,9 @@ def _find_steady_seconds(replay: _StepReplay) -> float:
 
 @dataclass
 class _StepDecisions:
-    """Firings (executions of nodes) of each step, decided as the master of a run does.
+    """Decides the firings (executions of nodes) of each step like the master of a run.
 
-    `decide_step` follows `Master._decide_step`. Sample ids stand for equal parts of a batch.
+    `decide_step` follows `Master._decide_step`. Sample ids denote equal parts of a batch.
     """
 
     graph: DataflowGraph
@@ -178,11 +178,11 @@ class _StepDecisions:
     def decide_step(self, queue: LaunchQueue | None) -> list[Firing]:
         """Return the firings decided in the next step, in order, and add them to `queue`."""
         decided: list[Firing] = []
-        old: set[str] | None = None
+        step_ids: set[str] | None = None
         while True:
             firings = find_ready_firings(self.graph, self.buffer, self.buffer.num_finished, ())
-            if old is not None:
-                firings = [firing for firing in firings if old.issuperset(firing.ids)]
+            if step_ids is not None:
+                firings = [firing for firing in firings if step_ids.issuperset(firing.ids)]
             elif queue is not None:
                 if may_load(self.graph, self.buffer, self.buffer.num_finished, self.follow, None):
                     self._add_rows()
@@ -191,12 +191,12 @@ class _StepDecisions:
             for firing in firings:
                 if firing.node == self.follow:
                     ids = list(self.buffer.entries)
-                    old = set(ids[: ids.index(firing.ids[-1]) + 1])
+                    step_ids = set(ids[: ids.index(firing.ids[-1]) + 1])
             if firings:
                 self._record(firings, queue)
                 decided += firings
-            elif old is not None:
-                self.ahead_ids = set(self.buffer.entries) - old if queue is not None else set()
+            elif step_ids is not None:
+                self.ahead_ids = set(self.buffer.entries) - step_ids if queue is not None else set()
                 return decided
             else:
                 self._add_rows()
@@ -288,11 +288,11 @@ class _StepReplay:
         for firing in self._decisions.decide_step(self._queue):
             self._open[firing] = None
         while any(self._decisions.ahead_ids.isdisjoint(firing.ids) for firing in self._open):
-            for each in self._queue.take():
-                version = each.version
+            for released in self._queue.take():
+                version = released.version
                 if version is None:
-                    version = self._count_trained(each.firing)
-                self._start(each.firing, self.now, version)
+                    version = self._count_trained(released.firing)
+                self._start(released.firing, self.now, version)
             self._finish_first()
 
     def _finish_first(self) -> None:
@@ -335,8 +335,8 @@ class _StepReplay:
                 together = tuple(dict.fromkeys([*call.groups, *call.senders]))
             busiest = max(together, key=lambda group: self._free[group])
             begin = max(ready, self._free[busiest])
-            own = max(self._free[group] for group in call.groups)
-            wait = self._explain_wait(firing, ready, busiest, own)
+            devices_free = max(self._free[group] for group in call.groups)
+            wait = self._explain_wait(firing, ready, busiest, devices_free)
             spans = []
             if moves:
                 spans.append(
@@ -363,18 +363,18 @@ class _StepReplay:
 
     def _compute_share(self, firing: Firing) -> float:
         """Return the share of a step's samples that a firing processes."""
-        whole = self._graph.get_node(self._decisions.follow).batch_size
-        if not whole or not self._graph.get_node(firing.node).batch_size:
+        step_size = self._graph.get_node(self._decisions.follow).batch_size
+        if not step_size or not self._graph.get_node(firing.node).batch_size:
             return 1.0
-        return len(firing.ids) / whole
+        return len(firing.ids) / step_size
 
     def _explain_wait(
-        self, firing: Firing, ready: float, busiest: int, own: float
+        self, firing: Firing, ready: float, busiest: int, devices_free: float
     ) -> tuple[str, str, float]:
         """Return the reason, the node and the seconds of the wait before a call.
 
-        The call is ready at time `ready`, and its devices are free at time `own`. The range
-        `busiest` of these and the sending devices is free last.
+        The call is ready at time `ready`, and its devices are free at time `devices_free`. The
+        range `busiest` of these and the sending devices is free last.
         """
         free = self._free[busiest]
         if free > ready:
@@ -388,7 +388,7 @@ class _StepReplay:
         time, reason, name = max(causes, key=lambda cause: cause[0])
         if time < ready:
             reason, name = ORDER, ""
-        return reason, name, ready - own
+        return reason, name, ready - devices_free
 
     def list_running(self) -> list[SimulatedSpan]:
         """Return the spans that have started and not ended."""
@@ -399,12 +399,12 @@ class _StepReplay:
         return spans
 
     def describe_state(self) -> object:
-        """Return what determines the steps to come, relative to the end of the current step."""
+        """Return the state on which the next steps depend, with times from the end of this step."""
         running = []
         for end, _, firing in self._running:
             running.append((self._round(end), firing.node, firing.step - self._step))
         waiting = sorted((firing.node, firing.step - self._step) for firing in self._open)
-        versions = sorted((call, of - self._step) for call, of in self._versions.items())
+        versions = sorted((call, version - self._step) for call, version in self._versions.items())
         free = tuple(self._round(time) for time in self._free)
         return free, tuple(sorted(running)), tuple(waiting), tuple(versions)
 

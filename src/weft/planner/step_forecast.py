@@ -34,7 +34,7 @@ class CallForecast:
         transfer_seconds: Time to move newly trained parameters to the call's devices.
         moved_bytes: Bytes of these parameters that its devices receive.
         bound: The largest of the parts.
-        parts: Seconds of the call by what takes them: "products", "memory" (reads and writes),
+        parts: Seconds of the call by cause: "products", "memory" (reads and writes),
             "messages", "overhead" (starting kernels, packing, passing calls on), "bubble" (waiting of
             pipeline stages), "offload" (copies that nothing hides, and updates in host memory) and
             "preemption" (what preempted sequences compute again).
@@ -81,7 +81,7 @@ class StepForecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
         del values["problem"], values["estimate"]
         values["calls"] = {name: asdict(call) for name, call in self.calls.items()}
         return values
@@ -136,11 +136,13 @@ def forecast_step(
     `PlacementProblem`.
     """
     calls = experiment.graph.list_model_calls()
-    known = [call for call in calls if call.role in networks]
-    loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
-    # Each role that is trained is a unit with one mesh, and so is each call that does not train.
+    known_calls = [call for call in calls if call.role in networks]
+    loads = {
+        call.name: build_workload(experiment, search, written, call, rows) for call in known_calls
+    }
+    # The calls that train a role form a unit, and so does each other call; a unit has one mesh.
     units = []
-    for members in group_calls(known):
+    for members in group_calls(known_calls):
         first = members[0]
         names = tuple(call.name for call in members)
         mesh = experiment.call_meshes[first.name]
@@ -175,7 +177,7 @@ def forecast_placement(experiment: Experiment, problem: PlacementProblem) -> Ste
     estimate = problem.estimate([0] * len(problem.units))
     step_seconds = estimate.step_seconds
     if problem.max_staleness:
-        # The replay knows what waits; the estimate is only a lower bound.
+        # The replay includes waiting for data and devices; the estimate is only a lower bound.
         follow = experiment.steps_follow
         replayed = simulate(experiment.graph, follow, problem, estimate, steps=1)
         step_seconds = replayed.step_seconds

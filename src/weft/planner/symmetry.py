@@ -75,9 +75,9 @@ class DeviceSymmetry:
 
     def _collect(self, block: DeviceBlock, used: Sequence[Run], distinct: list[int]) -> None:
         distinct += block.ranges
-        fresh = set()
+        collected_kinds = set()
         start, stop = block.run
-        # Meshes that have all devices of the block make no difference among its children.
+        # A mesh with all devices of the block does not distinguish its children.
         inside = [
             run
             for run in used
@@ -92,8 +92,8 @@ class DeviceSymmetry:
             )
             if touched:
                 self._collect(child, inside, distinct)
-            elif child.kind not in fresh:
-                fresh.add(child.kind)
+            elif child.kind not in collected_kinds:
+                collected_kinds.add(child.kind)
                 self._collect(child, inside, distinct)
 
     def _set_kind(self, block: DeviceBlock) -> None:
@@ -101,10 +101,10 @@ class DeviceSymmetry:
         start, stop = block.run
         for child in block.children:
             self._set_kind(child)
-        own = []
+        range_positions = []
         for index in block.ranges:
             first, last = self._runs[index]
-            own.append((first - start, last - start))
+            range_positions.append((first - start, last - start))
         around = []
         for run in self._crossed:
             if _is_around(run, block.run):
@@ -115,7 +115,7 @@ class DeviceSymmetry:
         parts = []
         for child in block.children:
             parts.append((child.run[0] - start, child.kind))
-        shape = (stop - start, tuple(own), tuple(kinds), tuple(parts))
+        shape = (stop - start, tuple(range_positions), tuple(kinds), tuple(parts))
         block.kind = self._kinds.setdefault((shape, tuple(around)), len(self._kinds))
 
 

@@ -119,16 +119,16 @@ class Reallocation:
         self._rank = rank
         self._bucket_bytes = bucket_bytes
         self._link = ReallocationLink(rank, group)
-        self._names = list(dict.fromkeys(each.name for each in transfers))
+        self._names = list(dict.fromkeys(transfer.name for transfer in transfers))
         # names of the parameters that this rank sends, also to its own target engine
         self.sent_names = list(
-            dict.fromkeys(each.name for each in transfers if each.source == rank)
+            dict.fromkeys(transfer.name for transfer in transfers if transfer.source == rank)
         )
         self._received_names = list(
-            dict.fromkeys(each.name for each in transfers if each.target == rank)
+            dict.fromkeys(transfer.name for transfer in transfers if transfer.target == rank)
         )
         self._local_transfers = [
-            each for each in transfers if each.is_local and each.source == rank
+            transfer for transfer in transfers if transfer.is_local and transfer.source == rank
         ]
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
         # by the dtypes in which parameters are sent
@@ -149,16 +149,23 @@ class Reallocation:
         a different version of the weights, or if a message is corrupted. The targets must not be
         used after such an error: they may contain both old and new values under their old version.
         """
-        began = perf_counter()
-        held = {name: (where, values) for name, where, values in _read(source, self.sent_names)}
-        into = {name: values.dtype for name, _, values in _read(target, self._received_names)}
+        start = perf_counter()
+        rectangles = {
+            name: (where, values) for name, where, values in _read(source, self.sent_names)
+        }
+        target_dtypes = {
+            name: values.dtype for name, _, values in _read(target, self._received_names)
+        }
         version, dtypes = self._agree(
-            source, {name: values.dtype for name, (_, values) in held.items()}, into, eta
+            source,
+            {name: values.dtype for name, (_, values) in rectangles.items()},
+            target_dtypes,
+            eta,
         )
         steps = self._plan_steps(dtypes)
         stays = [] if source is target else self._local_transfers
         self._link.share_memory(2 * self._bucket_bytes)
-        run = MessageExchange(self._link, SourcePieces(source, held), dtypes, version, steps)
+        run = MessageExchange(self._link, SourcePieces(source, rectangles), dtypes, version, steps)
         arrivals = run.iterate_arrivals(stays)
         if target is not None:
             target.write(arrivals, version=version, eta=eta)
@@ -175,9 +182,9 @@ class Reallocation:
                 for message in step.receives
                 for part in message.parts
             ),
-            sum(each.num_elements * held[each.name][1].itemsize for each in stays),
+            sum(part.num_elements * rectangles[part.name][1].itemsize for part in stays),
             run.buffer_bytes,
-            perf_counter() - began,
+            perf_counter() - start,
         )
 
     def _agree(
@@ -216,17 +223,18 @@ class Reallocation:
             )
         # Each parameter is sent in one dtype, whatever the ranks hold.
         codes = self._link.all_gather(
-            [_encode_dtype(held.get(n)) for held in (gives, takes) for n in self._names]
+            [_encode_dtype(dtypes.get(name)) for dtypes in (gives, takes) for name in self._names]
         )
         count = len(self._names)
-        given = _find_dtypes(
+        source_dtypes = _find_dtypes(
             self._names, {rank: theirs[:count] for rank, theirs in codes.items()}, "source"
         )
-        taken = _find_dtypes(
+        target_dtypes = _find_dtypes(
             self._names, {rank: theirs[count:] for rank, theirs in codes.items()}, "target"
         )
         return next(iter(versions.values())), {
-            n: _choose_dtype(given[n], taken[n], eta) for n in self._names
+            name: _choose_dtype(source_dtypes[name], target_dtypes[name], eta)
+            for name in self._names
         }
 
     def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
@@ -276,18 +284,20 @@ def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side:
     ("source" or "target") is used in the message.
     """
     dtypes = {}
-    for at, name in enumerate(names):
-        theirs = {}
+    for index, name in enumerate(names):
+        dtype_of_rank = {}
         for rank, code in codes.items():
-            if code[at]:
-                theirs[rank] = DTYPES[code[at] - 1]
-        if len(set(theirs.values())) != 1:
-            listing = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
+            if code[index]:
+                dtype_of_rank[rank] = DTYPES[code[index] - 1]
+        if len(set(dtype_of_rank.values())) != 1:
+            listing = ", ".join(
+                f"rank {rank}: {dtype}" for rank, dtype in sorted(dtype_of_rank.items())
+            )
             raise RunError(
                 f"reallocation: the {side}'s ranks must have parameter {name!r} in one dtype "
                 f"({listing})"
             )
-        dtypes[name] = next(iter(theirs.values()))
+        dtypes[name] = next(iter(dtype_of_rank.values()))
     return dtypes
 
 
@@ -310,24 +320,23 @@ class ParameterSnapshot:
 
     @classmethod
     def from_source(
-        cls, giver: ParameterSource, names: Iterable[str], others: Iterable[ParameterSnapshot] = ()
+        cls, source: ParameterSource, names: Iterable[str], others: Iterable[ParameterSnapshot] = ()
     ) -> ParameterSnapshot:
-        """Copy the parameters `names` of `giver` to host memory.
+        """Copy the parameters `names` of `source` to host memory.
 
         The parameters are copied one after another, so that no extra device memory is needed.
         `others` are earlier snapshots of the same weights. Their parameters are not copied again:
         the new snapshot shares their memory, which is freed when the last snapshot that uses it is
         deleted.
         """
-        there = {}
+        copied: dict[str, tuple[Slice, Tensor]] = {}
         for other in others:
-            for name, part in other.parts.items():
-                there[name] = part
-        wanted = list(names)
-        parts = {name: there[name] for name in wanted if name in there}
-        for name, where, values in giver.read([name for name in wanted if name not in there]):
+            copied.update(other.parts)
+        names = list(names)
+        parts = {name: copied[name] for name in names if name in copied}
+        for name, where, values in source.read([name for name in names if name not in copied]):
             parts[name] = where, _copy_to_host(values.detach())
-        return cls(giver.version, parts)
+        return cls(source.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
         """Yield (name, slices, values) for each of the given parameter names.

@@ -26,7 +26,7 @@ from weft.errors import RunError
 from weft.realloc.plan import SEAL, BucketMessage, MessagePiece, ParameterTransfer
 from weft.topology import Slice
 
-TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right memory
+TOKEN = 8  # bytes at the end, by which readers check that they have mapped the right memory
 
 
 class SharedMemoryBuffer:
@@ -41,9 +41,9 @@ class SharedMemoryBuffer:
         self._token = secrets.randbits(62)
         os.ftruncate(self._file, size + TOKEN)
         self.address = (os.getpid(), self._file, size, self._token)
-        whole = _map_memory(self._file, size)
-        whole[size:].view(torch.int64)[0] = self._token
-        self.memory = whole[:size]
+        mapped = _map_memory(self._file, size)
+        mapped[size:].view(torch.int64)[0] = self._token
+        self.memory = mapped[:size]
 
     def close_descriptor(self) -> None:
         """Close the file descriptor. Call this only after all readers have mapped the memory."""
@@ -59,17 +59,17 @@ def map_buffer(address: Sequence[int]) -> Tensor | None:
     """Map another rank's buffer and return it as a byte tensor, or None if it cannot be opened."""
     pid, file, size, token = address
     try:
-        opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
+        descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
     except OSError:
         return None
     try:
-        if os.fstat(opened).st_size != size + TOKEN:
+        if os.fstat(descriptor).st_size != size + TOKEN:
             return None
-        whole = _map_memory(opened, size)
+        mapped = _map_memory(descriptor, size)
     finally:
-        os.close(opened)
-    if int(whole[size:].view(torch.int64)[0]) == token:
-        return whole[:size]
+        os.close(descriptor)
+    if int(mapped[size:].view(torch.int64)[0]) == token:
+        return mapped[:size]
     return None
 
 
@@ -135,11 +135,11 @@ class ReallocationLink:
         for rank in dist.get_process_group_ranks(self._group):
             if rank != self.rank:
                 others.append(rank)
-        ours = torch.tensor(facts, dtype=torch.int64, device=self.device)
-        theirs = [(rank, torch.empty_like(ours)) for rank in others]
-        for pending in self.post_messages(theirs, [(rank, ours) for rank in others]):
+        sent = torch.tensor(facts, dtype=torch.int64, device=self.device)
+        received = [(rank, torch.empty_like(sent)) for rank in others]
+        for pending in self.post_messages(received, [(rank, sent) for rank in others]):
             pending.wait()
-        return values_by_rank | {rank: values.tolist() for rank, values in theirs}
+        return values_by_rank | {rank: values.tolist() for rank, values in received}
 
     def share_memory(self, size: int) -> None:
         """Set up shared memory of `size` bytes per rank among the ranks of this host.
@@ -148,19 +148,19 @@ class ReallocationLink:
         """
         if self._group is None or self.device.type != "cpu" or self.shared_memory is not None:
             return
-        shelf = create_buffer(size)
-        addresses = self.all_gather(shelf.address if shelf is not None else (0, 0, 0, 0))
+        buffer = create_buffer(size)
+        addresses = self.all_gather(buffer.address if buffer is not None else (0, 0, 0, 0))
         others = sorted(set(addresses) - {self.rank})
         for rank in others:
             memory = map_buffer(addresses[rank]) if addresses[rank][2] else None
             if memory is not None:
                 self.peer_memory[rank] = memory
-        seen = self.all_gather([rank in self.peer_memory for rank in sorted(addresses)])
-        own = sorted(addresses).index(self.rank)
-        self.mapped_by = frozenset(rank for rank in others if seen[rank][own])
-        if shelf is not None:
-            shelf.close_descriptor()
-            self.shared_memory = shelf.memory
+        mapped = self.all_gather([rank in self.peer_memory for rank in sorted(addresses)])
+        own_index = sorted(addresses).index(self.rank)
+        self.mapped_by = frozenset(rank for rank in others if mapped[rank][own_index])
+        if buffer is not None:
+            buffer.close_descriptor()
+            self.shared_memory = buffer.memory
 
     def post_messages(self, receives: Mail, sends: Mail, tag: int = 0) -> list[PendingMessage]:
         """Start receiving and sending messages, and return their handles.
@@ -169,8 +169,8 @@ class ReallocationLink:
         together, because NCCL would otherwise finish one direction before it starts the other.
         """
         pairs = [
-            *((dist.irecv, *each) for each in receives),
-            *((dist.isend, *each) for each in sends),
+            *((dist.irecv, rank, tensor) for rank, tensor in receives),
+            *((dist.isend, rank, tensor) for rank, tensor in sends),
         ]
         if not pairs:
             return []
@@ -189,8 +189,8 @@ class ReallocationLink:
         if len(works) != len(pairs):  # NCCL returns one handle for all messages
             others = [", ".join(others)] * len(works)
         messages: list[PendingMessage] = []
-        for work, what in zip(works, others, strict=True):
-            messages.append(PendingMessage(work, self.rank, what))
+        for work, other in zip(works, others, strict=True):
+            messages.append(PendingMessage(work, self.rank, other))
         return messages
 
 
@@ -320,12 +320,16 @@ class MessageExchange:
         """
         if self._steps:
             self._begin(0)
-        for each in stays:
-            yield each.name, each.piece, self._source.select_piece(each.name, each.piece)
-        for at in range(len(self._steps)):
-            if at + 1 < len(self._steps):
-                self._begin(at + 1)
-            yield from self._finish(self._flights[at])
+        for transfer in stays:
+            yield (
+                transfer.name,
+                transfer.piece,
+                self._source.select_piece(transfer.name, transfer.piece),
+            )
+        for index in range(len(self._steps)):
+            if index + 1 < len(self._steps):
+                self._begin(index + 1)
+            yield from self._finish(self._flights[index])
         for flight in self._flights[-2:]:
             _wait(flight.acknowledgements)
 
@@ -336,51 +340,55 @@ class MessageExchange:
                 remote.append(message)
         return remote
 
-    def _begin(self, at: int) -> None:
-        """Pack the messages of the step at index `at`, and start sending and receiving them.
+    def _begin(self, number: int) -> None:
+        """Pack the messages of the step at index `number`, and start sending and receiving them.
 
         The previous step is still in flight, so consecutive steps use different buffers. This step
-        uses the same buffers as the step at index `at` - 2, so the acknowledgements of that step
-        are awaited first.
+        uses the same buffers as the step at index `number` - 2, so the acknowledgements of that
+        step are awaited first.
         """
-        step = self._steps[at]
-        slot = at % 2
-        if at > 1:
-            _wait(self._flights[at - 2].acknowledgements)
+        step = self._steps[number]
+        slot = number % 2
+        if number > 1:
+            _wait(self._flights[number - 2].acknowledgements)
         mail = _split_buffer(self._filter_remote(step.receives), self._in[slot])
         sends = _split_buffer(step.sends, self._out[slot])
-        near = []
+        read_messages = []
         for message in step.receives:
             if message.source in self._link.peer_memory:
-                near.append(message)
-        notes = [(message, torch.empty(1, dtype=torch.int64)) for message in near]
+                read_messages.append(message)
+        offsets = [(message, torch.empty(1, dtype=torch.int64)) for message in read_messages]
         posts = []
-        seen = []
+        acknowledged = []
         for message, buffer in sends:
             self._pack(message, buffer, step.index)
             if message.target in self._link.mapped_by:
                 posts.append((message.target, torch.tensor([buffer.storage_offset()])))
-                seen.append((message.target, torch.empty(1, dtype=torch.int64)))
+                acknowledged.append((message.target, torch.empty(1, dtype=torch.int64)))
             else:
                 posts.append((message.target, buffer))
         pending = self._link.post_messages(
-            [(message.source, x) for message, x in (*mail, *notes)], posts
+            [(message.source, x) for message, x in (*mail, *offsets)], posts
         )
         self._flights.append(
             _StepInFlight(
-                step, mail, notes, pending, self._link.post_messages(seen, [], ACKNOWLEDGEMENT_TAG)
+                step,
+                mail,
+                offsets,
+                pending,
+                self._link.post_messages(acknowledged, [], ACKNOWLEDGEMENT_TAG),
             )
         )
 
     def _finish(self, flight: _StepInFlight) -> Iterator[Values]:
         _wait(flight.pending)
         places = []
-        for message, note in flight.offsets:
+        for message, offset in flight.offsets:
             places.append(
                 (
                     message,
                     self._link.peer_memory[message.source][
-                        int(note) : int(note) + message.num_bytes
+                        int(offset) : int(offset) + message.num_bytes
                     ],
                 )
             )
@@ -388,10 +396,12 @@ class MessageExchange:
             self._verify(message, buffer, flight.step.index)
             for part in message.parts:
                 yield part.name, part.piece, self._view_piece(part, buffer)
-        done = torch.zeros(1, dtype=torch.int64)
+        acknowledgement = torch.zeros(1, dtype=torch.int64)
         _wait(
             self._link.post_messages(
-                [], [(message.source, done) for message, _ in flight.offsets], ACKNOWLEDGEMENT_TAG
+                [],
+                [(message.source, acknowledgement) for message, _ in flight.offsets],
+                ACKNOWLEDGEMENT_TAG,
             )
         )
 
@@ -409,34 +419,34 @@ class MessageExchange:
 
         `index` is the index of the expected round.
         """
-        version, sent_round, sent = _view_seal(message, buffer).tolist()
+        version, sent_round, sent_checksum = _view_seal(message, buffer).tolist()
         checksum = int(_compute_checksum(message, buffer))
-        if (sent, sent_round, version) == (checksum, index, self._version):
+        if (sent_checksum, sent_round, version) == (checksum, index, self._version):
             return
         names = list(dict.fromkeys(part.name for part in message.parts))
-        what = (
+        label = (
             f"reallocation: {', '.join(names)} from rank {message.source} to rank {message.target}"
         )
-        if sent != checksum:
+        if sent_checksum != checksum:
             raise RunError(
-                f"{what}: the checksum of this message is not the sender's; the data were damaged"
+                f"{label}: the checksum of this message is not the sender's; the data were damaged"
             )
         if sent_round != index:
-            raise RunError(f"{what}: sent in round {sent_round}, expected in round {index}")
+            raise RunError(f"{label}: sent in round {sent_round}, expected in round {index}")
         raise RunError(
-            f"{what}: of version {version}, expected {self._version}; the source's weights changed "
-            f"while they were read"
+            f"{label}: of version {version}, expected {self._version}; the source's weights "
+            f"changed while they were read"
         )
 
     def _view_piece(self, part: MessagePiece, buffer: Tensor) -> Tensor:
         """Return a view of a piece in a message's buffer, with the piece's dtype and shape."""
         flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
-        return flat.view([each.stop - each.start for each in part.piece])
+        return flat.view([interval.stop - interval.start for interval in part.piece])
 
 
 def _wait(pending: Iterable[PendingMessage]) -> None:
-    for each in pending:
-        each.wait()
+    for message in pending:
+        message.wait()
 
 
 def _allocate_buffers(
@@ -449,8 +459,8 @@ def _allocate_buffers(
     that uses it. If `within` is given, the buffers are slices of this tensor.
     """
     sizes = []
-    for each in messages:
-        sizes.append(sum(message.num_bytes for message in each))
+    for step_messages in messages:
+        sizes.append(sum(message.num_bytes for message in step_messages))
     most = [max(sizes[slot::2], default=0) for slot in (0, 1)]
     if within is None:
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
@@ -464,7 +474,7 @@ def _split_buffer(
     ends = [0]
     for message in messages:
         ends.append(ends[-1] + message.num_bytes)
-    return [(message, buffer[ends[at] : ends[at + 1]]) for at, message in enumerate(messages)]
+    return [(message, buffer[ends[i] : ends[i + 1]]) for i, message in enumerate(messages)]
 
 
 def _view_seal(message: BucketMessage, buffer: Tensor) -> Tensor:

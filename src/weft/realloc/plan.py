@@ -30,9 +30,8 @@ Names of which the rank holds nothing are absent.
 """
 
 Box = tuple[tuple[int, int], ...]  # a rectangle as (start, stop) of each dim
-Cells = list[
-    tuple[Box, tuple[int, ...]]
-]  # parts of a wanted rectangle, each with the numbers of the rectangles that have it
+# parts of a wanted rectangle, each with the numbers of the rectangles that have it
+Cells = list[tuple[Box, tuple[int, ...]]]
 
 
 class ParameterTransfer(NamedTuple):
@@ -91,26 +90,27 @@ def plan(
     sent from a rank on the same machine if possible. The transfers are ordered by parameter. Raises
     `ConfigError` naming the parameter if a target rank needs an element that no source rank has.
     """
-    held = _group_by_name(source)
-    wanted = _group_by_name(target)
+    source_boxes = _group_by_name(source)
+    target_boxes = _group_by_name(target)
     sent: dict[int, int] = defaultdict(int)
-    known: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # cache: most blocks are cut alike
+    cells_of: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # cache: most blocks are cut alike
     transfers: list[ParameterTransfer] = []
-    for name, boxes in wanted.items():
-        holders = held.get(name, {})
-        givers = list(holders.values())
-        have = tuple(holders)
+    for name, boxes in target_boxes.items():
+        holders = source_boxes.get(name, {})
+        ranks_of_box = list(holders.values())
+        available = tuple(holders)
         for box, ranks in boxes.items():
-            if (have, box) not in known:
-                known[have, box] = _split_cells(have, box)
+            if (available, box) not in cells_of:
+                cells_of[available, box] = _split_cells(available, box)
             cells = []
-            for cell, numbers in known[have, box]:
-                cells.append((cell, [rank for n in numbers for rank in givers[n]]))
-            lacking = next((cell for cell, who in cells if not who), None)
-            if lacking is not None:
+            for cell, numbers in cells_of[available, box]:
+                cells.append((cell, [rank for n in numbers for rank in ranks_of_box[n]]))
+            missing = next((cell for cell, holding_ranks in cells if not holding_ranks), None)
+            if missing is not None:
                 raise ConfigError(
                     f"parameter {name!r}: rank {ranks[0]} needs {_format_box(box)}, and no rank of "
-                    f"the source has {_format_box(lacking)}; reallocate between layouts of one network"
+                    f"the source has {_format_box(missing)}; reallocate between layouts of one "
+                    f"network"
                 )
             for rank in ranks:
                 transfers += _plan_transfers_to(rank, name, cells, sent, node_of)
@@ -131,68 +131,68 @@ def _plan_transfers_to(
     and is updated.
     """
     chosen: dict[int, list[Box]] = defaultdict(list)
-    for cell, who in cells:
-        if rank in who:
+    for cell, holding_ranks in cells:
+        if rank in holding_ranks:
             chosen[rank].append(cell)
             continue
         node = node_of(rank)
-        if len(who) > 1:
-            near = [giver for giver in who if node_of(giver) == node]
+        if len(holding_ranks) > 1:
+            near_ranks = [sender for sender in holding_ranks if node_of(sender) == node]
         else:
-            near = who
-        giver = min(near or who, key=lambda each: (sent[each], each))
-        sent[giver] += _count_elements(cell)
-        chosen[giver].append(cell)
+            near_ranks = holding_ranks
+        sender = min(
+            near_ranks or holding_ranks, key=lambda candidate: (sent[candidate], candidate)
+        )
+        sent[sender] += _count_elements(cell)
+        chosen[sender].append(cell)
     return [
-        ParameterTransfer(name, tuple(slice(*part) for part in box), giver, rank)
-        for giver, boxes in chosen.items()
+        ParameterTransfer(name, tuple(slice(*part) for part in box), sender, rank)
+        for sender, boxes in chosen.items()
         for box in (_merge_boxes(boxes) if len(boxes) > 1 else boxes)
     ]
 
 
-def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
+def _group_by_name(holdings: Holdings) -> dict[str, dict[Box, list[int]]]:
     """Return the distinct non-empty rectangles of each parameter.
 
     Each rectangle is mapped to the ranks that hold it.
     """
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, parts in held.items():
+    for rank, parts in holdings.items():
         for name, part in parts.items():
-            box = tuple([(each.start, each.stop) for each in part])
+            box = tuple([(interval.start, interval.stop) for interval in part])
             if _count_elements(box) > 0:
                 holders[name][box].append(rank)
     return holders
 
 
-def _split_cells(have: Sequence[Box], box: Box) -> Cells:
-    """Split the rectangle `box` into cells along the edges of the rectangles `have`.
+def _split_cells(available: Sequence[Box], box: Box) -> Cells:
+    """Split the rectangle `box` into cells along the edges of the rectangles `available`.
 
-    Returns each cell with the indices of the rectangles in `have` that cover it, if any.
+    Returns each cell with the indices of the rectangles in `available` that cover it, if any.
     """
-    met = [
+    overlapping = [
         (number, common)
-        for number, each in enumerate(have)
-        if (common := overlap(each, box)) is not None
+        for number, other in enumerate(available)
+        if (common := overlap(other, box)) is not None
     ]
     cuts = []
     for dim, limits in enumerate(box):
-        cuts.append(sorted({edge for _, common in met for edge in common[dim]} | set(limits)))
+        cuts.append(
+            sorted({edge for _, common in overlapping for edge in common[dim]} | set(limits))
+        )
     owners: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, common in met:
+    for number, common in overlapping:
         spans = (
-            range(bisect_left(at, low), bisect_left(at, high))
-            for at, (low, high) in zip(cuts, common, strict=True)
+            range(bisect_left(edges, low), bisect_left(edges, high))
+            for edges, (low, high) in zip(cuts, common, strict=True)
         )
         for place in product(*spans):
             owners[place].append(number)
     result = []
-    for place in product(*(range(len(at) - 1) for at in cuts)):
-        result.append(
-            (
-                tuple((cuts[dim][at], cuts[dim][at + 1]) for dim, at in enumerate(place)),
-                tuple(owners.get(place, ())),
-            )
-        )
+    for place in product(*(range(len(edges) - 1) for edges in cuts)):
+        cell = tuple((cuts[dim][index], cuts[dim][index + 1]) for dim, index in enumerate(place))
+        result.append((cell, tuple(owners.get(place, ()))))
     return result
 
 
@@ -216,9 +216,9 @@ def _merge_boxes(boxes: list[Box]) -> list[Box]:
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))
         joined = [boxes[0]]
-        for before, box in pairwise(boxes):
-            alike = before[:dim] == box[:dim] and before[dim + 1 :] == box[dim + 1 :]
-            if alike and joined[-1][dim][1] == box[dim][0]:
+        for previous, box in pairwise(boxes):
+            is_aligned = previous[:dim] == box[:dim] and previous[dim + 1 :] == box[dim + 1 :]
+            if is_aligned and joined[-1][dim][1] == box[dim][0]:
                 joined[-1] = (*box[:dim], (joined[-1][dim][0], box[dim][1]), *box[dim + 1 :])
             else:
                 joined.append(box)
@@ -281,25 +281,26 @@ def count_traffic(
     `node_of` returns the machine of a rank.
     """
     traffic = ReallocationTraffic()
-    ways: Counter[bool] = Counter()
-    for each in transfers:
-        size = each.num_elements * itemsize[each.name]
-        if each.is_local:
-            same = source[each.source][each.name] == target[each.target][each.name]
-            (traffic.in_place if same else traffic.copied)[each.target] += size
+    bytes_by_place: Counter[bool] = Counter()  # True: within a machine
+    for transfer in transfers:
+        size = transfer.num_elements * itemsize[transfer.name]
+        if transfer.is_local:
+            same = source[transfer.source][transfer.name] == target[transfer.target][transfer.name]
+            counter = traffic.in_place if same else traffic.copied
+            counter[transfer.target] += size
             continue
-        traffic.sent[each.source] += size
-        traffic.received[each.target] += size
-        traffic.names[each.name] += size
-        ways[node_of(each.source) == node_of(each.target)] += size
+        traffic.sent[transfer.source] += size
+        traffic.received[transfer.target] += size
+        traffic.names[transfer.name] += size
+        bytes_by_place[node_of(transfer.source) == node_of(transfer.target)] += size
     return ReallocationTraffic(
         traffic.sent,
         traffic.received,
         traffic.in_place,
         traffic.copied,
         traffic.names,
-        ways[True],
-        ways[False],
+        bytes_by_place[True],
+        bytes_by_place[False],
     )
 
 
@@ -311,16 +312,16 @@ def count_least_bytes(source: Holdings, target: Holdings, *, itemsize: Mapping[s
     """
     total = 0
     for rank, parts in target.items():
-        own = source.get(rank, {})
+        held = source.get(rank, {})
         for name, part in parts.items():
-            common = overlap(_to_box(own[name]), _to_box(part)) if name in own else None
+            common = overlap(_to_box(held[name]), _to_box(part)) if name in held else None
             has = 0 if common is None else math.prod(high - low for low, high in common)
-            total += (math.prod(each.stop - each.start for each in part) - has) * itemsize[name]
+            total += (_count_piece_elements(part) - has) * itemsize[name]
     return total
 
 
 def _to_box(part: Slice) -> tuple[tuple[int, int], ...]:
-    return tuple((each.start, each.stop) for each in part)
+    return tuple((interval.start, interval.stop) for interval in part)
 
 
 # Bytes. Pieces start at multiples, so that they can be viewed in their dtype and summed in words.
@@ -381,9 +382,7 @@ class BucketMessage:
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:
-        """Return the size in bytes that the message would have with another piece of `num_bytes`
-        bytes.
-        """
+        """Return the message's size in bytes with another piece of `num_bytes` bytes."""
         return align(self.seal_offset + align(num_bytes) + SEAL)
 
 
@@ -405,29 +404,29 @@ def plan_rounds(
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
     queues: dict[tuple[int, int], deque[tuple[str, Slice, int]]] = defaultdict(deque)
-    left: dict[tuple[int, int], int] = defaultdict(int)
-    for each in transfers:
-        if not each.is_local:
-            pair = (each.source, each.target)
-            size = itemsize[each.name]
-            for piece in split_piece(each.piece, bucket_bytes // PIECES // size):
+    remaining: dict[tuple[int, int], int] = defaultdict(int)
+    for transfer in transfers:
+        if not transfer.is_local:
+            pair = (transfer.source, transfer.target)
+            size = itemsize[transfer.name]
+            for piece in split_piece(transfer.piece, bucket_bytes // PIECES // size):
                 num_bytes = _count_piece_elements(piece) * size
-                queues[pair].append((each.name, piece, num_bytes))
-                left[pair] += num_bytes
+                queues[pair].append((transfer.name, piece, num_bytes))
+                remaining[pair] += num_bytes
     rounds: list[list[BucketMessage]] = []
-    while left:
+    while remaining:
         sends: dict[int, int] = defaultdict(int)
         receives: dict[int, int] = defaultdict(int)
         messages = []
-        for pair in sorted(left, key=lambda each: (-left[each], each)):
+        for pair in sorted(remaining, key=lambda item: (-remaining[item], item)):
             room = bucket_bytes - max(sends[pair[0]], receives[pair[1]])
             message = _fill_message(pair, queues[pair], room)
             if message.parts:
                 sends[pair[0]] += message.num_bytes
                 receives[pair[1]] += message.num_bytes
-                left[pair] -= sum(part.num_bytes for part in message.parts)
+                remaining[pair] -= sum(part.num_bytes for part in message.parts)
                 messages.append(message)
-        left = defaultdict(int, {pair: size for pair, size in left.items() if size})
+        remaining = defaultdict(int, {pair: size for pair, size in remaining.items() if size})
         rounds.append(messages)
     return rounds
 
@@ -454,9 +453,9 @@ def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
     if _count_piece_elements(piece) <= max(limit, 1):
         yield piece
         return
-    dim = next(at for at, part in enumerate(piece) if part.stop - part.start > 1)
-    rest = _count_piece_elements(piece[dim + 1 :])
-    rows = max(1, limit // rest)
+    dim = next(index for index, part in enumerate(piece) if part.stop - part.start > 1)
+    row_elements = _count_piece_elements(piece[dim + 1 :])
+    rows = max(1, limit // row_elements)
     part = piece[dim]
     for start in range(part.start, part.stop, rows):
         yield from split_piece(

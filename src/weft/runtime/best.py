@@ -91,13 +91,13 @@ class BestTracker:
 
     @property
     def superseded_steps(self) -> set[int]:
-        """Steps whose checkpoints were saved only because they were the best, and are so no more."""
+        """Steps whose checkpoints were saved only as the best ones, and have been surpassed."""
         return set() if self._state is None else {*self._state.extra_steps} - self.protected_steps
 
     # -- comparisons
 
     def record_start(self, line: Mapping[str, Any]) -> None:
-        """Take in the metrics of the evaluation before step 1. No checkpoint has its weights.
+        """Record the metrics of the evaluation before step 1. No checkpoint has its weights.
 
         Raises `ConfigError` if `save_best` is an evaluation metric that is not among them.
         """
@@ -133,7 +133,7 @@ class BestTracker:
         return is_best
 
     def record_save(self, step: int, *, is_best: bool, is_regular: bool) -> None:
-        """Take in that a checkpoint is saved. If it is the best one, the record is written.
+        """Record that a checkpoint is saved. If it is the best one, write `best.json`.
 
         `is_regular` says that the checkpoint would have been saved in any case.
         """
@@ -168,7 +168,7 @@ class BestTracker:
         return asdict(self._state)
 
     def forget_points(self) -> None:
-        """Stop protecting what only earlier recovery points need, because the run ends."""
+        """Stop protecting checkpoints for earlier recovery points, because the run ends."""
         if self._state is not None:
             self._state = replace(self._state, point_steps=[])
 

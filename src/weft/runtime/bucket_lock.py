@@ -102,13 +102,13 @@ class BucketLock:
                     break
                 self._bucket.remove([LOCK])
         if owner is None:
-            who = "an unknown process"
+            holder = "an unknown process"
         else:
             minutes = (time.time() - owner.time) / 60
-            who = f"process {owner.pid} on {owner.host}, started {minutes:,.0f} minutes ago"
+            holder = f"process {owner.pid} on {owner.host}, started {minutes:,.0f} minutes ago"
         raise ConfigError(
-            f"{url} is being written by {who}; wait for it, or choose another trial_name. If that "
-            f"process has ended without removing its lock: weft rm {url} --lock"
+            f"{url} is being written by {holder}; wait for it, or choose another trial_name. If "
+            f"that process has ended without removing its lock: weft rm {url} --lock"
         )
 
     def read_owner(self) -> LockOwner | None:

@@ -74,7 +74,7 @@ class OutputCache:
             new_outputs = compute(
                 batch if len(missing) == batch.num_ids else batch.select(ids=missing)
             )
-            self._append({names[one.ids[0]]: one for one in new_outputs.unpack()})
+            self._append({names[sample.ids[0]]: sample for sample in new_outputs.unpack()})
             parts.append(new_outputs)
         return SequenceSample.gather(parts).select(ids=batch.ids), batch.num_ids - len(missing)
 
@@ -93,7 +93,7 @@ class OutputCache:
         ):
             fcntl.flock(index, fcntl.LOCK_EX)
             index.seek(0, os.SEEK_END)
-            torn = index.tell() and not self._index.read_bytes().endswith(b"\n")
+            has_partial_line = index.tell() and not self._index.read_bytes().endswith(b"\n")
             line: dict[str, list[int]] = {}
             with open_file(self._values, "ab") as values:
                 for name, sample in outputs.items():
@@ -102,7 +102,7 @@ class OutputCache:
                     values.write(raw)
                 values.flush()
                 os.fsync(values.fileno())
-            index.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+            index.write((b"\n" if has_partial_line else b"") + json.dumps(line).encode() + b"\n")
             index.flush()
             os.fsync(index.fileno())
         self._refresh()
@@ -130,15 +130,15 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
     return {name: CacheRecord(*place) for name, place in entries.items()}
 
 
-def _hash_content(one: SequenceSample) -> str:
-    """Return a hash of the name, lengths, dtype and bytes of each key of the sample `one`.
+def _hash_content(sample: SequenceSample) -> str:
+    """Return a hash of the name, lengths, dtype and bytes of each key of the sample `sample`.
 
     The id itself is not hashed, so that ids with equal inputs share a record.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for key in sorted(one.data):
-        digest.update(f"{key}|{one.lengths[key].tolist()}|{one.data[key].dtype}|".encode())
-        digest.update(_to_bytes(one.data[key]))
+    for key in sorted(sample.data):
+        digest.update(f"{key}|{sample.lengths[key].tolist()}|{sample.data[key].dtype}|".encode())
+        digest.update(_to_bytes(sample.data[key]))
     return digest.hexdigest()
 
 

@@ -69,21 +69,21 @@ class WorkerGroup(Protocol):
         """
         ...
 
-    def sync(self, s: ParamSync, step: int) -> None:
+    def sync(self, sync: ParamSync, step: int) -> None:
         """Start a parameter transfer between two roles.
 
         `step` is the index of the firing (execution of a node) after which the transfer runs.
-        Events about the transfer have the task `(s.name, step)`, and its result is the target's new
-        version.
+        Events about the transfer have the task `(sync.name, step)`, and its result is the target's
+        new version.
         """
         ...
 
-    def snapshot(self, d: Path) -> Future[None]:
-        """Write all engine and interface states and stored tensors to the directory `d`."""
+    def snapshot(self, directory: Path) -> Future[None]:
+        """Write all engine and interface states and stored tensors to `directory`."""
         ...
 
-    def restore(self, d: Path) -> None:
-        """Load the state that `snapshot` wrote to `d`."""
+    def restore(self, directory: Path) -> None:
+        """Load the state that `snapshot` wrote to `directory`."""
         ...
 
     def toggle_trace(self, path: str | None = None) -> None:
@@ -226,8 +226,8 @@ def get_minibatches(node: MFCDef) -> Minibatches:
     """
     if not node.trains or not implements_method(node.interface, "minibatches"):
         return Minibatches()
-    wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
-    return wanted
+    settings: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
+    return settings
 
 
 # -- inputs and outputs
@@ -241,14 +241,14 @@ class TensorSource(Protocol):
     ) -> SequenceSample: ...
 
 
-def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> SequenceSample:
+def read_inputs(source: TensorSource, node: Node, ids: Sequence[str]) -> SequenceSample:
     """Return a node's inputs for these ids, with the key names that the node itself uses.
 
-    An optional input is included if all ids have it. `shelf` is the source of the tensors.
+    An optional input is included if all ids have it. `source` is the source of the tensors.
     """
-    batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
+    batch = source.fetch(ids, node.inputs, node.optional_inputs)
     return batch.remap_keys(
-        {edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys}
+        {edge: name for name, edge in node.input_key_remap.items() if edge in batch.keys}
     )
 
 
@@ -259,9 +259,9 @@ def make_empty_sample(description: SequenceSample) -> SequenceSample:
     collective operations.
     """
     # empty integers can be concatenated with values of any dtype
-    nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
+    data = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
     return SequenceSample(
-        description.ids, description.lengths, description.offsets, nothing, description.metadata
+        description.ids, description.lengths, description.offsets, data, description.metadata
     )
 
 
@@ -283,11 +283,11 @@ def to_edge_outputs(
             f"produced no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}"
         )
     unknown = set(outputs.ids) - set(ids)
-    lost = set(ids) - set(outputs.ids)
-    if unknown or (lost and not filters):
+    missing = set(ids) - set(outputs.ids)
+    if unknown or (missing and not filters):
         raise RunError(
             f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some "
-            f"({sorted(lost)[:5]})"
+            f"({sorted(missing)[:5]})"
         )
     chosen = outputs.select(keys=node.output_keys)
     if outputs.ids != tuple(ids):

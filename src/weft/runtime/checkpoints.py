@@ -96,15 +96,15 @@ class CheckpointStore:
         """
         milestones = self._read_milestones()
         for role in self._roles:
-            passing = []
+            prunable = []
             removed = []
             for step in self._directory.list_saved_steps(role):
                 if step in superseded:
                     removed.append(step)
                 elif step not in milestones:
-                    passing.append(step)
+                    prunable.append(step)
             if self._limit is not None:
-                removed += [step for step in passing[: -self._limit] if step not in protected]
+                removed += [step for step in prunable[: -self._limit] if step not in protected]
             for step in removed:
                 directory.remove(self._directory.checkpoints_folder / role / f"step{step}")
 
@@ -174,11 +174,11 @@ class RecoveryPointStore:
         `note` is called with a message for each damaged one that is skipped.
         """
         for point in self.list_points():
-            wrong = find_damage(point)
-            if wrong is None:
+            damage = find_damage(point)
+            if damage is None:
                 return point
             note(
-                f"the recovery point at step {point.step} is damaged ({wrong}); using the "
+                f"the recovery point at step {point.step} is damaged ({damage}); using the "
                 f"one before"
             )
         return None
@@ -193,9 +193,9 @@ class RecoveryPointStore:
     def remove_partial(self) -> None:
         """Remove incomplete recovery points that a killed process left behind."""
         directory.clean_up(self._folder)
-        whole = {point.directory.name for point in self.list_points()}
+        complete = {point.directory.name for point in self.list_points()}
         for path in self._folder.glob("step*"):
-            if path.name.removesuffix(".json") not in whole:
+            if path.name.removesuffix(".json") not in complete:
                 directory.remove(path)
 
 
@@ -211,11 +211,11 @@ def find_damage(point: RecoveryPoint) -> str | None:
             missing.append(name)
     if missing:
         return f"{missing[0]} is missing"
-    wrong = []
+    changed = []
     for name, sum in expected.items():
         if directory.compute_checksum(point.directory / name) != sum:
-            wrong.append(name)
-    return f"{wrong[0]} differs from what was written" if wrong else None
+            changed.append(name)
+    return f"{changed[0]} differs from what was written" if changed else None
 
 
 def find_named_point(path: Path) -> RecoveryPoint:
@@ -231,7 +231,7 @@ def find_named_point(path: Path) -> RecoveryPoint:
     run = next((p for p in (path, *path.parents) if (p / "config.yaml").is_file()), None)
     points = RecoveryPointStore(run / "recover") if run else None
     existing_points = points.list_points() if points else []
-    there = ", ".join(f"step{point.step}" for point in existing_points) or "none"
+    existing_steps = ", ".join(f"step{point.step}" for point in existing_points) or "none"
     if run is None or not existing_points:
         raise CheckpointError(
             f"resume_from={str(path)!r}: not a run of weft with a recovery point; to "
@@ -248,7 +248,7 @@ def find_named_point(path: Path) -> RecoveryPoint:
             return point
     raise CheckpointError(
         f"resume_from={str(path)!r}: the run has no intact recovery point of that step (it has: "
-        f"{there}); name one of these, "
+        f"{existing_steps}); name one of these, "
         "or give the directory as the model's path to start from its weights only"
     )
 
@@ -290,8 +290,8 @@ DRIVER_FOLDER = "driver"  # with several devices: the driver's rows and outputs 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write nested mappings, lists, strings, numbers, NumPy arrays and tensors to a file.
 
-    Floats are stored exactly. Raises `RunError` for any other value; the message says where in
-    `state` it is.
+    Floats are stored exactly. Raises `RunError` for any other value; the message has its place in
+    `state`.
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)
@@ -306,14 +306,14 @@ def read_state(path: Path) -> Any:
 
 def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        if wrong is not None:
+        bad_key = next((key for key in value if not isinstance(key, str)), None)
+        if bad_key is not None:
             raise RunError(
-                f"{place} has the key {wrong!r}; mappings in state_dict() need text keys"
+                f"{place} has the key {bad_key!r}; mappings in state_dict() need text keys"
             )
-        return {key: _pack(each, f"{place}.{key}", tensors) for key, each in value.items()}
+        return {key: _pack(item, f"{place}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_pack(each, f"{place}[{i}]", tensors) for i, each in enumerate(value)]
+        return [_pack(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]
     if isinstance(value, np.generic):
         return value.item()
     if is_array_api_obj(value):  # the kind of array is restored
@@ -332,9 +332,9 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if value.keys() == {ARRAY}:
             name, kind = value[ARRAY]
             return tensors[name] if kind == "torch" else tensors[name].numpy()
-        return {key: _unpack(each, tensors) for key, each in value.items()}
+        return {key: _unpack(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
-        return [_unpack(each, tensors) for each in value]
+        return [_unpack(item, tensors) for item in value]
     return value
 
 
@@ -365,8 +365,8 @@ def write_samples(folder: Path, store: TensorStore) -> None:
 def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
     """Yield the samples that `write_samples` wrote to these folders, in order."""
     for folder in folders:
-        held = (folder / STORE_FOLDER).iterdir() if (folder / STORE_FOLDER).is_dir() else ()
-        for path in sorted(held, key=lambda p: int(p.stem)):
+        paths = (folder / STORE_FOLDER).iterdir() if (folder / STORE_FOLDER).is_dir() else ()
+        for path in sorted(paths, key=lambda p: int(p.stem)):
             yield SequenceSample.from_bytes(path.read_bytes())
 
 

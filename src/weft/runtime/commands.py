@@ -90,7 +90,7 @@ class BuildWorker:
 
     def run(self, process: DeviceProcess, number: int) -> BuiltEngines:
         control = self.experiment.control
-        if not process.is_driver:  # which has done it already
+        if not process.is_driver:  # the driver has imported it already
             import_user_code(control.imports)
         process.device = device = resolve_device(self.kind)
         if not process.is_driver:
@@ -134,15 +134,11 @@ def _find_transferred_roles(experiment: Experiment) -> set[str]:
 
     Parameters are transferred by syncs, by `init_from`, and from roles to their copies.
     """
-    synced = set()
-    for s in experiment.graph.syncs:
-        for role in (s.source, s.target):
-            synced.add(role)
-    begun = set()
-    for pair in experiment.init_from.items():
-        for role in pair:
-            begun.add(role)
-    return synced | begun | {role for role, _ in experiment.copies}
+    synced: set[str] = set()
+    for sync in experiment.graph.syncs:
+        synced |= {sync.source, sync.target}
+    initialized = {*experiment.init_from, *experiment.init_from.values()}
+    return synced | initialized | {role for role, _ in experiment.copies}
 
 
 @dataclass(frozen=True)
@@ -240,11 +236,11 @@ class PendingCommands:
                 self._process.run_commands(self._process.list_pending()[0].number)
             return left
         last = self._find_last_runnable()
-        own = torch.tensor([left, NO_COMMAND if last is None else last])
-        states = [torch.empty_like(own) for _ in self._ranks]
-        dist.all_gather(states, own, group=self._mesh_group)
-        left = any(bool(each[0]) for each in states)
-        last = next((int(each[1]) for each in states if each[1] != NO_COMMAND), None)
+        own_state = torch.tensor([left, NO_COMMAND if last is None else last])
+        states = [torch.empty_like(own_state) for _ in self._ranks]
+        dist.all_gather(states, own_state, group=self._mesh_group)
+        left = any(bool(state[0]) for state in states)
+        last = next((int(state[1]) for state in states if state[1] != NO_COMMAND), None)
         if not left:
             return False
         assert last is not None, "a rank that stopped must have a pending command"
@@ -335,14 +331,14 @@ class MoveParameters:
     def run(self, process: DeviceProcess, number: int) -> int:
         roles = process.worker.roles
         reallocation = process.reallocations[self.key]
-        giver: ParameterSource | None = roles.find_engine(self.source)
-        if giver is not None and self.saved_version is not None:
-            alike = process.saved_weights[self.source, self.saved_version]
-            giver = alike.pop(self.key)
-            if not alike:
+        source: ParameterSource | None = roles.find_engine(self.source)
+        if source is not None and self.saved_version is not None:
+            snapshots = process.saved_weights[self.source, self.saved_version]
+            source = snapshots.pop(self.key)
+            if not snapshots:
                 del process.saved_weights[self.source, self.saved_version]
-        with roles.open_for_update(self.target, self.weights) as taker:
-            return reallocation.move(giver, taker, eta=self.eta).version
+        with roles.open_for_update(self.target, self.weights) as target:
+            return reallocation.move(source, target, eta=self.eta).version
 
 
 @dataclass(frozen=True)
@@ -360,9 +356,9 @@ class SaveParameters:
     def run(self, process: DeviceProcess, number: int) -> None:
         engine = process.worker.roles.find_engine(self.source)
         assert engine is not None, "only the ranks of the source run this command"
-        alike = process.saved_weights.setdefault((self.source, self.saved_version), {})
-        alike[self.key] = ParameterSnapshot.from_source(
-            engine, process.reallocations[self.key].sent_names, alike.values()
+        snapshots = process.saved_weights.setdefault((self.source, self.saved_version), {})
+        snapshots[self.key] = ParameterSnapshot.from_source(
+            engine, process.reallocations[self.key].sent_names, snapshots.values()
         )
 
 
@@ -387,15 +383,15 @@ class WriteSnapshot:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         if process.is_driver:
-            own = self.point
+            folder = self.point
         else:
-            own = get_rank_folder(self.point, process.rank)
+            folder = get_rank_folder(self.point, process.rank)
         with _explain_disk_errors(
-            process, f"{own} was not written; earlier recovery points are intact"
+            process, f"{folder} was not written; earlier recovery points are intact"
         ):
-            own.mkdir(exist_ok=process.is_driver)
-            write_state(own / NUMERICS_FILE, describe_numerics(process.device))
-            process.worker.save_state(self.point, own)
+            folder.mkdir(exist_ok=process.is_driver)
+            write_state(folder / NUMERICS_FILE, describe_numerics(process.device))
+            process.worker.save_state(self.point, folder)
 
 
 @dataclass(frozen=True)
@@ -413,15 +409,15 @@ class RestoreSnapshot:
     def run(self, process: DeviceProcess, number: int) -> list[SampleMeta]:
         folders = list_rank_folders(self.point)
         set_threads(read_state(folders[0] / NUMERICS_FILE)["threads"])
-        alike = len(folders) == self.world
-        if alike:
-            held = [folders[process.rank]]
+        has_same_devices = len(folders) == self.world
+        if has_same_devices:
+            sample_folders = [folders[process.rank]]
         elif process.rank == 0:
-            held = folders
+            sample_folders = folders
         else:
-            held = []
+            sample_folders = []
         process.saved_weights.clear()
-        process.worker.load_state(self.point, held)
+        process.worker.load_state(self.point, sample_folders)
         return [sample.meta() for sample in process.store.iterate_batches()]
 
 
@@ -524,6 +520,6 @@ def describe_samples(
         for column in (name for name in part.metadata if name != owner):
             values.setdefault(column, {}).update(zip(names, part.metadata[column], strict=True))
     metadata = {}
-    for column, of in values.items():
-        metadata[column] = tuple([of.get(id) for id in ids])
+    for column, value_of in values.items():
+        metadata[column] = tuple([value_of.get(id) for id in ids])
     return SequenceSample(tuple(ids), {}, {}, {}, metadata)

@@ -89,7 +89,7 @@ class DeviceGroup:
             self._built: Mapping[int, BuiltEngines] = self._ask(
                 "building the engines", self._ranks, build
             ).result()
-            hosts = [where.host for where in devices.addresses]
+            hosts = [address.host for address in devices.addresses]
             self._parameters = ParameterTransfers(self._dispatch, experiment, self._built, hosts)
             self._parameters.initialize()
         except BaseException:
@@ -121,38 +121,38 @@ class DeviceGroup:
             copies.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
         ids = collect_owners([part for minibatch in parts for part in minibatch])
-        of_rank = {
+        rank_parts = {
             rank: [minibatch[mesh.get_coordinates(rank).data] for minibatch in parts]
             for rank in mesh.ranks
         }
-        own = {rank: collect_owners(minibatches) for rank, minibatches in of_rank.items()}
+        part_ids = {rank: collect_owners(minibatches) for rank, minibatches in rank_parts.items()}
         first = [mesh.list_ranks(data)[0] for data in range(mesh.layout.data)]
         shared: dict[Any, Any] = {}
-        wanted: dict[int, list[TensorRequest]] = {}
+        requests: dict[int, list[TensorRequest]] = {}
 
         def make_command(rank: int) -> tuple[DeviceCommand, CommandTensors]:
-            described = self._describe_samples(of_rank[rank], own[rank])
+            described = self._describe_samples(rank_parts[rank], part_ids[rank])
             announces = mfc in self._announcing_calls
-            command = RunCall(mfc, step, of_rank[rank], described, announces, weights)
+            command = RunCall(mfc, step, rank_parts[rank], described, announces, weights)
             keys = (*node.inputs, *node.optional_inputs)
-            wanted[rank] = self._tensors.request_missing(rank, own[rank], keys)
-            return command, self._tensors.build_command_tensors(wanted[rank], shared)
+            requests[rank] = self._tensors.request_missing(rank, part_ids[rank], keys)
+            return command, self._tensors.build_command_tensors(requests[rank], shared)
 
         def on_finished(ends: Mapping[int, CommandReport]) -> None:
             self._interruptible_calls.pop(task, None)
             results = {rank: report.value for rank, report in ends.items()}
             for rank, result in results.items():
-                self._tensors.record_transfers(rank, wanted[rank])
+                self._tensors.record_transfers(rank, requests[rank])
                 if result.outputs is not None:
                     self._tensors.record_outputs(rank, result.outputs, again=rank not in first)
             if self._in_process:
                 self.events.put(TaskFinished(task, results[0]))
                 return
-            sizes = [len(own[rank]) for rank in first]
-            whole = merge_results([results[rank] for rank in first], sizes, ids)
-            metrics = {**whole.metrics, **_measure_ranks(ends), **moved_weights}
+            sizes = [len(part_ids[rank]) for rank in first]
+            merged = merge_results([results[rank] for rank in first], sizes, ids)
+            metrics = {**merged.metrics, **_measure_ranks(ends), **moved_weights}
             seen = merge_seen(results.values())
-            self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
+            self.events.put(TaskFinished(task, MFCResult(merged.outputs, metrics, seen)))
 
         def on_announced(rank: int, event: OutputsAnnounced) -> None:
             if rank in first:
@@ -230,32 +230,32 @@ class DeviceGroup:
         for rank, held in self._tensors.discard(ids).items():
             self._ask("discarding tensors", [rank], commands.DiscardSamples(held))
 
-    def sync(self, s: ParamSync, step: int) -> None:
-        task = (s.name, step)
+    def sync(self, sync: ParamSync, step: int) -> None:
+        task = (sync.name, step)
         on_finished = lambda version: self.events.put(TaskFinished(task, version))  # noqa: E731
         self._parameters.start_sync(
-            s, on_finished, self._make_failure_callback(task), self._make_start_callback(task)
+            sync, on_finished, self._make_failure_callback(task), self._make_start_callback(task)
         )
 
     # -- state
 
-    def snapshot(self, d: Path) -> Future[None]:
+    def snapshot(self, directory: Path) -> Future[None]:
         if not self._in_process:  # otherwise the device writes the store
-            self._tensors.save(d / DRIVER_FOLDER)
+            self._tensors.save(directory / DRIVER_FOLDER)
         return _drop_result(
-            self._ask("writing the recovery point", self._ranks, commands.WriteSnapshot(d))
+            self._ask("writing the recovery point", self._ranks, commands.WriteSnapshot(directory))
         )
 
-    def restore(self, d: Path) -> None:
-        if not (d / ENGINES_FOLDER).is_dir() or not list_rank_folders(d):
-            raise CheckpointError(f"{d}: contains no state of workers")
-        command = commands.RestoreSnapshot(d, len(self._ranks))
+    def restore(self, directory: Path) -> None:
+        if not (directory / ENGINES_FOLDER).is_dir() or not list_rank_folders(directory):
+            raise CheckpointError(f"{directory}: contains no state of workers")
+        command = commands.RestoreSnapshot(directory, len(self._ranks))
         outputs_by_rank = self._ask("loading the recovery point", self._ranks, command).result()
         self._parameters.copies.reset()
         for rank in sorted(outputs_by_rank):
             for held in outputs_by_rank[rank]:
                 self._tensors.record_outputs(rank, held, again=True)
-        self._tensors.load(d / DRIVER_FOLDER)
+        self._tensors.load(directory / DRIVER_FOLDER)
 
     def save(self, role: str, directory: Path) -> Future[None]:
         command = commands.SaveModel(role, directory)
@@ -283,12 +283,13 @@ class DeviceGroup:
         facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
             copies = {}
-            for r, m in self._experiment.copies:
-                if r == role:
-                    copies[m] = self._built[m.ranks[0]].copies[r, m]
+            for copied_role, copy_mesh in self._experiment.copies:
+                if copied_role == role:
+                    built = self._built[copy_mesh.ranks[0]]
+                    copies[copy_mesh] = built.copies[role, copy_mesh]
             moves = [
-                f"{what}: {reallocation}"
-                for what, reallocation in self._parameters.list_plans(role)
+                f"{purpose}: {reallocation}"
+                for purpose, reallocation in self._parameters.list_plans(role)
             ]
             facts[role] = {
                 **self._built[mesh.ranks[0]].facts[role],
@@ -321,16 +322,16 @@ class DeviceGroup:
 
     def _ask(
         self,
-        what: str,
+        purpose: str,
         ranks: Sequence[int],
         command: DeviceCommand,
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
         """Send the command to all `ranks`, and return a future of the results by rank.
 
-        `what` describes the work for error messages. The command runs after all commands that were
-        sent to the rank earlier. If earlier jobs for `role`, such as model calls, have not been
-        sent yet, the command is sent after them. Otherwise it is sent immediately.
+        `purpose` describes the work for error messages. The command runs after all commands that
+        were sent to the rank earlier. If earlier jobs for `role`, such as model calls, have not
+        been sent yet, the command is sent after them. Otherwise it is sent immediately.
         """
         future: Future[dict[int, Any]] = Future()
 
@@ -343,7 +344,7 @@ class DeviceGroup:
 
         roles = frozenset({role} if role else ())
         self._dispatch.submit(
-            DeviceJob(what, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
+            DeviceJob(purpose, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
         )
         return future
 
@@ -412,9 +413,10 @@ class SampleTensors:
     def record_outputs(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
         """Record the outputs of a rank; with `again`, another rank has computed them already."""
         with self._lock:
-            (self._locations.record_copy if again else self._locations.record_computed)(
-                rank, outputs.ids, outputs.keys
-            )
+            if again:
+                self._locations.record_copy(rank, outputs.ids, outputs.keys)
+            else:
+                self._locations.record_computed(rank, outputs.ids, outputs.keys)
             if outputs.metadata and rank != self._rank:
                 self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
 
@@ -428,18 +430,20 @@ class SampleTensors:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        wanted = list(keys)
+        all_keys = list(keys)
         with self._lock:
-            wanted += [
-                key for key in self._locations.select_available(ids, optional) if key not in wanted
+            all_keys += [
+                key
+                for key in self._locations.select_available(ids, optional)
+                if key not in all_keys
             ]
-            wants = self._locations.find_missing(self._rank, ids, wanted)
+            wants = self._locations.find_missing(self._rank, ids, all_keys)
         raws = self._ask_devices(lambda: self._devices.export(wants)) if wants else []
         with self._lock:
             for want, raw in zip(wants, raws, strict=True):
                 self._store.put(SequenceSample.from_bytes(raw))
                 self._locations.record_copy(self._rank, want.ids, want.keys)
-            return self._store.fetch(ids, wanted)
+            return self._store.fetch(ids, all_keys)
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
         """Discard the driver's tensors of `ids`, and return the ids that each other rank has."""
@@ -475,14 +479,14 @@ def _measure_ranks(ends: Mapping[int, CommandReport]) -> dict[str, float]:
 
 def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:
     """Return a future that completes or fails when `future` does, and has no result."""
-    over: Future[None] = Future()
+    converted: Future[None] = Future()
 
-    def on_done(done: Future[dict[int, Any]]) -> None:
-        error = done.exception()
+    def on_done(finished: Future[dict[int, Any]]) -> None:
+        error = finished.exception()
         if error is None:
-            over.set_result(None)
+            converted.set_result(None)
         else:
-            over.set_exception(error)
+            converted.set_exception(error)
 
     future.add_done_callback(on_done)
-    return over
+    return converted

@@ -274,7 +274,7 @@ class DeviceProcess:
             except BaseException as error:
                 self.report(CommandReport(queued.number, "failed", self._to_reported_error(error)))
             is_done = self.is_stopped if last is None else queued.number == last
-            del queued, result  # what they hold can be freed while the thread waits
+            del queued, result  # their tensors can be freed while the thread waits
 
     def stop(self, seconds: float) -> None:
         """End the thread after the commands that have arrived, waiting up to `seconds` seconds."""
@@ -327,12 +327,12 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
     user's code is waiting for a collective operation, for tensors, or for the next command.
     """
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    own = []
+    user_frames = []
     for index, frame in enumerate(stack):
         if frame.filename.startswith(PACKAGE) or not frame.filename.startswith(libraries):
-            own.append(index)
-    inmost = stack[own[-1]]
-    called = stack[own[-1] + 1 :]
+            user_frames.append(index)
+    inmost = stack[user_frames[-1]]
+    called = stack[user_frames[-1] + 1 :]
     waits = (
         inmost.name in ("run_commands", "_take")
         or any(TORCH_DISTRIBUTED in frame.filename for frame in called)

@@ -256,12 +256,12 @@ class RunDirectory:
 
         Raises `ConfigError` if the file cannot be read or has no options.
         """
-        what = str(self.path / CONFIG)
-        text = read_text(what, what, ConfigError)
-        with explain_read_errors(what, ConfigError):
+        path = str(self.path / CONFIG)
+        text = read_text(path, path, ConfigError)
+        with explain_read_errors(path, ConfigError):
             config = yaml.safe_load(text)
         if not isinstance(config, dict):
-            raise ConfigError(f"{what}: contains no options; choose another trial_name")
+            raise ConfigError(f"{path}: contains no options; choose another trial_name")
         return config
 
     def list_saved_steps(self, role: str) -> list[int]:
@@ -465,11 +465,11 @@ def record_process(
 ) -> None:
     """Add this process to the run's file `run.json`.
 
-    `step` is the number of completed steps, `forecast` says what the predicted duration of a step is
-    based on, and `chosen` lists the options whose values weft chose.
-    Secrets in the command are masked.
+    `step` is the number of completed steps, `forecast` describes the basis of the predicted
+    duration of a step, and `chosen` lists the options whose values weft chose. Secrets in the
+    command are masked.
     """
-    before = RunRecord.read(run)
+    earlier = RunRecord.read(run)
     command = build_command(sys.argv, sys.orig_argv)
     start = RunStart(
         time=time.time(),
@@ -483,11 +483,11 @@ def record_process(
         versions=read_versions(),
     )
     record = replace(
-        before,
-        algorithm=parse_quickstart(command) or before.algorithm,
+        earlier,
+        algorithm=parse_quickstart(command) or earlier.algorithm,
         total_steps=total_steps,
         chosen=list(chosen),
-        starts=[*before.starts, start],
+        starts=[*earlier.starts, start],
     )
     write_text(run / RECORD, json.dumps(record.to_plain(), indent=1, ensure_ascii=False) + "\n")
 
@@ -500,10 +500,10 @@ def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
     """
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
-    given = list(original[1:])
-    if "-c" in given:  # leave out a program on the command line: it can be long
-        return ["python", *given[: given.index("-c") + 1], "..."]
-    return ["python", *given]
+    arguments = list(original[1:])
+    if "-c" in arguments:  # leave out a program on the command line: it can be long
+        return ["python", *arguments[: arguments.index("-c") + 1], "..."]
+    return ["python", *arguments]
 
 
 def parse_quickstart(command: Sequence[str]) -> str | None:

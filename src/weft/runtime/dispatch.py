@@ -66,13 +66,13 @@ class DeviceTransport(Protocol):
         number: int,
         command: DeviceCommand,
         ranks: Sequence[int],
-        given: CommandTensors,
+        tensors: CommandTensors,
     ) -> None:
         """Send a command to the device `rank`.
 
         `place` is the index of the command among all commands for this device, and `number` is the
         number of the command's job. `ranks` are all ranks that receive a command of the job, and
-        `given` are the tensors for the command.
+        `tensors` are those that the command needs.
         """
         ...
 
@@ -128,9 +128,9 @@ class ThreadDevice:
         number: int,
         command: DeviceCommand,
         ranks: Sequence[int],
-        given: CommandTensors,
+        tensors: CommandTensors,
     ) -> None:
-        self._process.receive(place, number, command, ranks, given.wants, given.shared)
+        self._process.receive(place, number, command, ranks, tensors.wants, tensors.shared)
 
     def receive(self) -> list[tuple[int, Sequence[CommandReport]]]:
         return [(0, self._process.next_reports(POLL_SECONDS))]
@@ -301,8 +301,10 @@ class JobDispatcher:
             job.expires_at = time.monotonic() + job.seconds
         try:
             for rank in job.ranks:
-                command, given = job.make_command(rank)
-                self._devices.send(rank, self._places[rank], job.number, command, job.ranks, given)
+                command, tensors = job.make_command(rank)
+                self._devices.send(
+                    rank, self._places[rank], job.number, command, job.ranks, tensors
+                )
                 self._places[rank] += 1
         except DevicesLost as error:
             self._fail_all(DevicesLost(f"{error}, in {job.name}"))
@@ -314,9 +316,9 @@ class JobDispatcher:
             try:
                 for rank, response in self._devices.receive():
                     if isinstance(response, DeviceLoss):
-                        died = f"{self._devices.addresses[rank]} died"
-                        doing = self._describe_unfinished([rank])
-                        self._fail_all(DevicesLost(f"{died}{doing}: {response.reason}"))
+                        death = f"{self._devices.addresses[rank]} died"
+                        unfinished = self._describe_unfinished([rank])
+                        self._fail_all(DevicesLost(f"{death}{unfinished}: {response.reason}"))
                     else:
                         for report in response:
                             self._process_report(rank, report)
@@ -368,12 +370,12 @@ class JobDispatcher:
         may have caused it. In that case, the report of the death is the more helpful error.
         """
         with self._lock:
-            over = []
+            expired = []
             for doubt in self._doubts:
                 if doubt[0] < time.monotonic():
-                    over.append(doubt)
-            self._doubts = [doubt for doubt in self._doubts if doubt not in over]
-            for _, job, error in over:
+                    expired.append(doubt)
+            self._doubts = [doubt for doubt in self._doubts if doubt not in expired]
+            for _, job, error in expired:
                 if job.number in self._jobs:
                     self._fail_job(job, error)
 
@@ -411,9 +413,9 @@ class JobDispatcher:
                 f"{self._devices.addresses[rank]}, which does not answer" for rank in silent
             )
         busy = {}
-        for rank, each in activities.items():
-            if not each.is_waiting:
-                busy[rank] = each.place
+        for rank, activity in activities.items():
+            if not activity.is_waiting:
+                busy[rank] = activity.place
         if busy:
             return ", ".join(
                 f"{self._devices.addresses[rank]}, which is in {place}"
@@ -424,7 +426,7 @@ class JobDispatcher:
     def _fail_expired_jobs(self) -> None:
         now = time.monotonic()
         with self._lock:
-            late = next(
+            expired = next(
                 (
                     job
                     for job in self._jobs.values()
@@ -432,11 +434,12 @@ class JobDispatcher:
                 ),
                 None,
             )
-        if late is not None:
-            who = self._describe_late(late.unfinished_ranks)
+        if expired is not None:
+            waits_for = self._describe_late(expired.unfinished_ranks)
             self._fail_all(
                 DevicesLost(
-                    f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"
+                    f"{expired.name} did not end within {expired.seconds:g} s; "
+                    f"it waits for {waits_for}"
                 )
             )
 

@@ -77,7 +77,7 @@ class Evaluator:
         samples of all sources, and `eval/num_rows` is the number of samples. `step` is the number
         of completed train steps, which also seeds the sampling.
         """
-        everything: list[FiringMetrics] = []
+        all_metrics: list[FiringMetrics] = []
         line: dict[str, float] = {}
         for name, rows in self._sources.items():
             measured = []
@@ -85,10 +85,10 @@ class Evaluator:
                 measured.append(self._evaluate_batch(batch, step))
             for metric, value in join_metrics(measured).items():
                 line[f"eval/{name}/{metric}"] = value
-            everything += measured
-        for metric, value in join_metrics(everything).items():
+            all_metrics += measured
+        for metric, value in join_metrics(all_metrics).items():
             line[f"eval/{metric}"] = value
-        return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
+        return line | {"eval/num_rows": float(sum(part.num_ids for part in all_metrics))}
 
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
         """Run every node of the evaluation graph once on the batch, and return their metrics.
@@ -101,8 +101,8 @@ class Evaluator:
         metas.put(self._group.put(batch))
         buffer.add(batch.ids, batch.keys)
         seconds = 0.0
-        whole = _accept_any_batch_size(self._graph)
-        while firings := find_ready_firings(whole, buffer, {}, []):
+        graph = _accept_any_batch_size(self._graph)
+        while firings := find_ready_firings(graph, buffer, {}, []):
             firing = replace(firings[0], step=step)
             buffer.record_start(firing)
             self._runner.start(firing, metas)

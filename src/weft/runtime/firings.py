@@ -50,11 +50,11 @@ class FiringOutcome:
 def describe_firing(node: Node, firing: Firing) -> str:
     """Describe a firing for an error message by its node, role or function, and ids."""
     if isinstance(node, MFCDef):
-        what = f"role {node.role!r}"
+        executor = f"role {node.role!r}"
     else:
-        what = f"host function {node.function!r}"
+        executor = f"host function {node.function!r}"
     first_ids = ", ".join(firing.ids[:4]) + (", ..." if len(firing.ids) > 4 else "")
-    return f"node {firing.node!r} ({what}, {len(firing.ids)} ids: {first_ids})"
+    return f"node {firing.node!r} ({executor}, {len(firing.ids)} ids: {first_ids})"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         having = []
-        for p in parts:
-            if name in p.metrics:
-                having.append((float(p.metrics[name]), p.num_ids))
+        for part in parts:
+            if name in part.metrics:
+                having.append((float(part.metrics[name]), part.num_ids))
         values = [value for value, _ in having]
         last = name.rsplit("/", 1)[-1]
         if len(values) == 1 or last in ("learning_rate", "version"):
@@ -185,7 +185,7 @@ class StepLedger:
         self._entries = later
         metrics: dict[str, float] = {}
         for node, fired in fired_by_node.items():
-            metrics[f"time/{node}"] = sum(each.seconds for each in fired)
+            metrics[f"time/{node}"] = sum(firing.seconds for firing in fired)
         for node, fired in fired_by_node.items():
             for name, value in join_metrics(fired).items():
                 metrics[f"{node}/{name}"] = value

@@ -1,10 +1,10 @@
-"""Several hosts that run the same experiment together, each with a master of its own.
+"""Several hosts that run the same experiment together, each with a separate master.
 
 The masters read the same rows and start the same calls in the same order, because the devices of
-all hosts must compute together. What could differ from host to host is decided by the first host,
-which shares it: which call ended first, what a host function such as a reward returned, what is due
-by the clock, whether a signal asks to stop, and which recovery point is restored. Only the first
-host writes files of the run.
+all hosts must compute together. The first host decides everything that could differ from host to
+host, and shares its decisions: which call ended first, the result of a host function such as a
+reward, the actions that are due by the clock, whether a signal asks to stop, and the recovery point
+to restore. Only the first host writes files of the run.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SIGNAL = "signal"  # key of a signal to another host than the first
 class HostGroup:
     """Hosts of one run, of which this process is number `index`.
 
-    `store` is a `torch.distributed.TCPStore` of the first host. Messages are signed with `secret`, because whoever reaches the
-    store's port could write to it.
+    `store` is a `torch.distributed.TCPStore` of the first host. Messages are signed with `secret`,
+    because whoever reaches the store's port could write to it.
     """
 
     def __init__(self, index: int, count: int, store: Any, secret: bytes) -> None:
@@ -50,7 +50,7 @@ class HostGroup:
         return self.index == 0
 
     def share(self, key: str, compute: Callable[[], bytes]) -> bytes:
-        """Return on all hosts what `compute` returns on the first one, which alone calls it.
+        """Return, on all hosts, the result of `compute` on the first host, which alone calls it.
 
         Each key can be used once. Threads may share at the same time, under different keys. If
         `compute` raises an error, the other hosts raise `RunError` with its message.
@@ -66,22 +66,25 @@ class HostGroup:
         return value
 
     def decide(self, compute: Callable[[], Any]) -> Any:
-        """Return on all hosts what `compute` returns on the first one, a value of JSON.
+        """Return, on all hosts, the result of `compute` on the first host, which is a JSON value.
 
-        To be called by one thread, in the same order on all hosts.
+        Must be called by one thread only, in the same order on all hosts.
         """
         self._decisions += 1
         shared = self.share(f"decision/{self._decisions}", lambda: json.dumps(compute()).encode())
         return json.loads(shared)
 
-    def decide_signal(self, own: int | None) -> int | None:
-        """Return the signal that stops the run, or None. `own` is the one that this host got.
+    def decide_signal(self, received: int | None) -> int | None:
+        """Return the signal that stops the run, or None.
 
-        A signal of another host than the first counts from the next decision on.
+        `received` is the signal that this host has received. A signal that another host than the
+        first has received takes effect with the next decision.
         """
-        if own is not None and not self.is_first:
-            self._send(SIGNAL, str(own).encode())
-        signal: int | None = self.decide(lambda: own if own is not None else self._read_signal())
+        if received is not None and not self.is_first:
+            self._send(SIGNAL, str(received).encode())
+        signal: int | None = self.decide(
+            lambda: received if received is not None else self._read_signal()
+        )
         return signal
 
     def _read_signal(self) -> int | None:
@@ -95,7 +98,7 @@ class HostGroup:
         compute: Callable[[], SequenceSample | None],
         metrics: MutableMapping[str, float],
     ) -> SequenceSample | None:
-        """Return what `compute` returns on the first host, and its `metrics`, as `share` does."""
+        """Return the first host's result of `compute` like `share`, and share its `metrics`."""
         result: SequenceSample | None = None
 
         def compute_and_encode() -> bytes:
@@ -150,9 +153,9 @@ def agree_on_point(
 ) -> RecoveryPoint | None:
     """Return the recovery point that the first host continues with, or None.
 
-    `point` is that of this host, and `mirror` the link to the bucket of a run in a bucket, from
-    which the other hosts download the recovery point into `folder`. Otherwise they read it where
-    the first host has it.
+    `point` is the recovery point that this host has found. For a run in a bucket, `mirror` is the
+    link to the bucket, from which the other hosts download the recovery point into `folder`.
+    Otherwise they read it at the path that the first host has.
     """
 
     def describe() -> list[Any] | None:

@@ -155,8 +155,8 @@ def check_listens(address: str) -> None:
             return
         line.sendall(PREFACE)
         answer = b""
-        while len(answer) < len(FRAME) and (more := line.recv(len(FRAME) - len(answer))):
-            answer += more
+        while len(answer) < len(FRAME) and (received := line.recv(len(FRAME) - len(answer))):
+            answer += received
     if answer[3:4] != FRAME[3:4]:
         raise OSError("another program listens there")
 
@@ -182,14 +182,14 @@ def silence_library(library: str) -> Iterator[None]:
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()
     if main:
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        previous = {number: signal.getsignal(number) for number in SIGNALS}
     else:
-        before = {}
+        previous = {}
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -219,10 +219,10 @@ def remove_leftovers() -> list[Path]:
     """
     folders = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        held = _lock_if_abandoned(folder)
-        if held is not None:
+        lock = _lock_if_abandoned(folder)
+        if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            held.close()
+            lock.close()
             folders.append(folder)
     return folders
 

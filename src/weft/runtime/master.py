@@ -120,10 +120,10 @@ class Master:
         self._launch_queue = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
         self._runs_ahead = can_run_ahead(self._graph)
         self._ahead_ids: set[str] = set()  # ids of later steps, set when a step is finished
-        self._open_filters: list[
-            Firing
-        ] = []  # firings of filters whose kept ids are not yet applied
-        self._kept_ids: dict[Firing, Sequence[str]] = {}  # ids kept by finished filters in _open
+        # firings of filters whose kept ids are not applied yet
+        self._open_filters: list[Firing] = []
+        # ids kept by those of `_open_filters` that have finished
+        self._kept_ids: dict[Firing, Sequence[str]] = {}
         self._unused_ids: list[str] = []  # ids unused once all decided firings are finished
 
     @property
@@ -139,21 +139,23 @@ class Master:
         if they tolerate older weights. Raises `RunError` naming the node, role and ids if a call
         fails or misses its deadline.
         """
-        begun = time.perf_counter()
-        stepped = self._decide_step()
+        start = time.perf_counter()
+        step_ids = self._decide_step()
         while self._ledger.has_open_firings(self._ahead_ids):
             self._launch_ready_and_wait()
-        if stepped and self.listener is not None:
-            self.listener.on_step_finished(stepped, self.position.step + 1)
+        if step_ids and self.listener is not None:
+            self.listener.on_step_finished(step_ids, self.position.step + 1)
         self._discard_unused()
-        if stepped is None:
+        if step_ids is None:
             return None
         self.position.step += 1
         self._turn_epoch()
-        now = self.position
+        position = self.position
         measured = self._ledger.close_step(self._ahead_ids)
-        epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
-        return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
+        epoch = position.epochs_done + position.ids_done / max(1, self._loader.num_ids)
+        return StepResult(
+            position.step, epoch, position.epochs_done, time.perf_counter() - start, measured
+        )
 
     def wait_until_idle(self) -> None:
         """Wait until no node is running, so that the worker group is free for other calls.
@@ -171,30 +173,31 @@ class Master:
         step.
         """
         # ids of this step and earlier ones, set when the node that steps follow is ready
-        old: set[str] | None = None
-        stepped: tuple[str, ...] = ()
+        allowed_ids: set[str] | None = None
+        step_ids: tuple[str, ...] = ()
         while True:
             firings = find_ready_firings(
                 self._graph, self._buffer, self._buffer.num_finished, self._open_filters
             )
-            if old is not None:
-                firings = [firing for firing in firings if old.issuperset(firing.ids)]
+            if allowed_ids is not None:
+                firings = [firing for firing in firings if allowed_ids.issuperset(firing.ids)]
             elif self._runs_ahead:
                 if self._load_ahead():
                     continue
                 firings = choose_first(self._graph, firings)
             for firing in firings:
                 if firing.node == self._experiment.steps_follow:
-                    stepped = firing.ids
+                    step_ids = firing.ids
                     order = list(self._buffer.entries)
-                    old = set(order[: order.index(stepped[-1]) + 1])
+                    allowed_ids = set(order[: order.index(step_ids[-1]) + 1])
             if firings:
                 self._decide_firings(firings)
             elif self._open_filters:
                 self._apply_first_filter()
-            elif old is not None:
-                self._ahead_ids = set(self._buffer.entries) - old if self._runs_ahead else set()
-                return stepped
+            elif allowed_ids is not None:
+                later_ids = set(self._buffer.entries) - allowed_ids
+                self._ahead_ids = later_ids if self._runs_ahead else set()
+                return step_ids
             elif not self._load_batch():
                 return None
 
@@ -237,13 +240,12 @@ class Master:
             self._launch_ready_and_wait()
         self._open_filters.remove(firing)
         self._finish_decision(firing, self._kept_ids.pop(firing))
-        spent = find_exhausted_filter(self._graph, self._buffer)
-        if spent is not None:
+        exhausted = find_exhausted_filter(self._graph, self._buffer)
+        if exhausted is not None:
             raise RunError(
-                f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to "
-                f"train on; its prompts "
-                "may all be too easy or too hard, or rewards never differ; change the data or the "
-                "reward, or allow more rounds"
+                f"filter {exhausted.name!r}: {exhausted.refill_rounds} rounds of sampling left "
+                "nothing to train on; its prompts may all be too easy or too hard, or rewards "
+                "never differ; change the data or the reward, or allow more rounds"
             )
 
     def _can_drop_ids(self, firing: Firing) -> bool:
@@ -263,11 +265,11 @@ class Master:
         replaced. Without such a filter, nothing is recorded.
         """
         for edge in self._graph.version_edges:
-            filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
-            if filter is not None:
+            filter_node = self._graph.find_refilling_filter(edge) if edge.producer == node else None
+            if filter_node is not None:
                 rounds = float(self._buffer.count_rounds(edge.consumer, node))
                 self._ledger.record_measurements(
-                    filter.name, FiringMetrics({f"rounds/{edge.consumer}": rounds}, 1, 0.0)
+                    filter_node.name, FiringMetrics({f"rounds/{edge.consumer}": rounds}, 1, 0.0)
                 )
 
     def _drop_surplus(self, node: str) -> None:
@@ -293,9 +295,12 @@ class Master:
 
     def _launch_ready_and_wait(self) -> None:
         """Start all scheduled firings that can run, then wait for any firing to finish."""
-        for each in self._launch_queue.take():
+        for queued in self._launch_queue.take():
             self._runner.start(
-                each.firing, self._descriptions, version=each.version, keeps=each.needs_old_weights
+                queued.firing,
+                self._descriptions,
+                version=queued.version,
+                keeps=queued.needs_old_weights,
             )
         outcome = self._runner.wait()
         firing = outcome.firing
@@ -348,11 +353,13 @@ class Master:
         """
         most = self._experiment.control.max_steps
         follow = self._experiment.steps_follow
-        left = None if most is None else most - self.position.step
-        may = may_load(self._graph, self._buffer, self._buffer.num_finished, follow, left)
-        if may:
+        steps_left = None if most is None else most - self.position.step
+        can_load = may_load(
+            self._graph, self._buffer, self._buffer.num_finished, follow, steps_left
+        )
+        if can_load:
             self._add_rows()
-        return may
+        return can_load
 
     def _add_rows(self) -> None:
         batch = self._loader.next_batch()

@@ -8,9 +8,9 @@ lock in the bucket, makes the working copy equal to the bucket, and then uploads
 3. new recovery points, likewise; then the older ones that the run has removed leave the bucket;
 4. `status.json`, as it was before the other files were listed: it never claims more than they show.
 
-The bucket decides where a run goes on: what a killed process had not uploaded is done again. As an
-object store has no rename, a checkpoint or a recovery point counts only if its manifest is there,
-and every other file of it is written before and removed after the manifest.
+A run resumes from the state in the bucket, so work that a killed process had not uploaded is
+repeated. As an object store has no rename, a checkpoint or a recovery point counts only if its
+manifest is there, and every other file of it is written before and removed after the manifest.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def list_local_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Return (size, modification time in ns) of each mirrored file in a working copy, by name."""
     files = {}
     for place, _, names in os.walk(folder):
-        for each in names:
-            path = Path(place, each)
+        for file_name in names:
+            path = Path(place, file_name)
             name = path.relative_to(folder).as_posix()
             try:
                 status = path.stat()
@@ -185,7 +185,7 @@ class RunMirror:
         self._known_status: bytes | None = None
         self._known_units: dict[str, UnitState] = {}
         self._remote: set[str] = set()  # names of the files in the bucket
-        # complete recovery points of the bucket before the one that the run goes on from
+        # complete recovery points in the bucket that are older than the one that is restored
         self._older_points: list[str] = []
         self._condition = threading.Condition()
         self._requested = self._done = 0  # numbers of synchronizations
@@ -266,37 +266,41 @@ class RunMirror:
         listing = self._bucket.list_files()
         listing.pop(LOCK, None)
         self._remote = set(listing)
-        whole = {
+        complete = {
             unit: manifest
             for unit in {find_unit(name) for name in listing} - {None}
             if unit is not None
             and (manifest := read_manifest(self._bucket, unit, listing)) is not None
         }
         incomplete = [
-            name for name in listing if (unit := find_unit(name)) is not None and unit not in whole
+            name
+            for name in listing
+            if (unit := find_unit(name)) is not None and unit not in complete
         ]
         self._remove_remote(sorted(incomplete, key=lambda name: not name.endswith(".json")))
         for name in list_local_files(self._folder):
             unit = find_unit(name)
-            if (unit is None and name not in listing) or (unit is not None and unit not in whole):
+            if (unit is None and name not in listing) or (
+                unit is not None and unit not in complete
+            ):
                 remove(self._folder / name)
         for name, stamp in listing.items():
             if find_unit(name) is None and is_mirrored(name):
                 self._bucket.download(name, self._folder / name, stamp)
-        for unit, manifest in whole.items():
+        for unit, manifest in complete.items():
             if unit.startswith(f"{CHECKPOINTS}/"):
                 self._place_checkpoint(unit, manifest)
-        self._download_point(whole, listing)
+        self._download_point(complete, listing)
         local = list_local_files(self._folder)
         for name, state in local.items():
             if find_unit(name) is None and name != STATUS:
                 self._known[name] = state
         self._known_status = self._read_status()
-        for unit in whole:
+        for unit in complete:
             self._known_units[unit] = compute_state(unit, local)
 
     def _place_checkpoint(self, unit: str, manifest: bytes) -> None:
-        """Let the manifest stand for a checkpoint that this machine has not got or got otherwise."""
+        """Replace a checkpoint here by its manifest alone, unless it is the one in the bucket."""
         target = self._folder / get_manifest(unit)
         if target.is_file() and target.read_bytes() == manifest:
             return
@@ -304,18 +308,18 @@ class RunMirror:
         target.parent.mkdir(parents=True)
         write(target, manifest)
 
-    def _download_point(self, whole: dict[str, bytes], listing: Mapping[str, FileStamp]) -> None:
+    def _download_point(self, complete: dict[str, bytes], listing: Mapping[str, FileStamp]) -> None:
         """Copy the newest intact recovery point, and remove the other ones here.
 
-        A damaged one is removed from `whole` and from the bucket.
+        A damaged one is removed from `complete` and from the bucket.
         """
-        points = [unit for unit in whole if unit.startswith(f"{RECOVER}/")]
+        points = [unit for unit in complete if unit.startswith(f"{RECOVER}/")]
         points.sort(key=lambda unit: -int(unit.rpartition("step")[2]))
         chosen = None
         for unit in points:
             folder = self._folder / unit
             manifest = self._folder / get_manifest(unit)
-            expected = json.loads(whole[unit])["files"]
+            expected = json.loads(complete[unit])["files"]
             if chosen is not None or compute_checksums(folder) != expected:
                 remove(manifest)
                 remove(folder)
@@ -326,21 +330,21 @@ class RunMirror:
                     self._bucket.download(
                         f"{unit}/{name}", folder / name, listing[f"{unit}/{name}"]
                     )
-            for name in json.loads(whole[unit]).get("folders", []):
+            for name in json.loads(complete[unit]).get("folders", []):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             if compute_checksums(folder) == expected:
-                write(manifest, whole[unit])
+                write(manifest, complete[unit])
                 chosen = unit
                 continue
             self._note(f"{self.url}/{unit} is damaged; using the recovery point before")
             remove(folder)
-            del whole[unit]
+            del complete[unit]
             self._remove_remote([get_manifest(unit), *(f"{unit}/{name}" for name in expected)])
         # The bucket keeps an older one until the run has written a newer one.
         for unit in points:
-            if unit != chosen and unit in whole:
+            if unit != chosen and unit in complete:
                 self._older_points.append(unit)
-                del whole[unit]
+                del complete[unit]
 
     # -- to the bucket
 
@@ -438,18 +442,24 @@ class RunMirror:
         retry(lambda: self._bucket.write(manifest, contents))
         self._remote.add(manifest)
         self._known_units[unit] = state
-        others = [name for name in self._remote if find_unit(name) == unit]
-        self._remove_remote([name for name in others if name not in (*names, manifest)])
+        stale = []
+        for name in self._remote:
+            if find_unit(name) == unit and name not in (*names, manifest):
+                stale.append(name)
+        self._remove_remote(stale)
 
     def _build_manifest(self, unit: str) -> bytes:
-        """Return the manifest of a unit. A checkpoint's is written into the working copy as well."""
+        """Return the manifest of a unit; also write that of a checkpoint into the working copy."""
         path = self._folder / get_manifest(unit)
         if unit.startswith(f"{RECOVER}/"):
             # A restart reads empty folders as well, which an object store does not have.
             values = json.loads(path.read_bytes())
             folder = self._folder / unit
-            folders = [each for each in folder.rglob("*") if each.is_dir()]
-            values["folders"] = sorted(each.relative_to(folder).as_posix() for each in folders)
+            folders = []
+            for place in folder.rglob("*"):
+                if place.is_dir():
+                    folders.append(place.relative_to(folder).as_posix())
+            values["folders"] = sorted(folders)
             return json.dumps(values, indent=1).encode()
         path.unlink(missing_ok=True)
         files = compute_checksums(path.parent)

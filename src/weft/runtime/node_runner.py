@@ -1,7 +1,7 @@
 """Runner of graph nodes, and work in background threads.
 
 Model function calls run in the worker group. Host functions run in this process, each firing
-(execution of a node) in a thread of its own; some can begin their work when a call announces early
+(execution of a node) in a separate thread; some can begin their work when a call announces early
 outputs.
 """
 
@@ -56,8 +56,8 @@ from weft.runtime.split import split
 T = TypeVar("T")
 
 
-def start_in_thread(function: Callable[[], T], what: str) -> Future[T]:
-    """Run `function` in a daemon thread named `what` and return a future of its result."""
+def start_in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run `function` in a daemon thread named `name` and return a future of its result."""
     future: Future[T] = Future()
 
     def run_task() -> None:
@@ -66,7 +66,7 @@ def start_in_thread(function: Callable[[], T], what: str) -> Future[T]:
         except BaseException as error:  # raised by future.result()
             future.set_exception(error)
 
-    threading.Thread(target=run_task, name=what, daemon=True).start()
+    threading.Thread(target=run_task, name=name, daemon=True).start()
     return future
 
 
@@ -173,8 +173,10 @@ class NodeRunner:
             run = self._register(firing, node, self._prefix + node.name)
             batch = read_inputs(metas, node, firing.ids)
             ranks = self._ranks[node.name]
-            wanted = self._minibatches[node.name]
-            parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
+            minibatches = self._minibatches[node.name]
+            parts = split(
+                batch, minibatches, ranks, seed=self._seed, role=node.role, step=firing.step
+            )
             self._group.submit(*run.task, parts, version=version, keeps=keeps)
             self._start_syncs(run)
         else:
@@ -194,22 +196,24 @@ class NodeRunner:
             name, step = self._hosts.decide(list)
             decided = (name, step)
         while decided is None or decided not in self._ended:
-            first = min(self._running_firings.values(), key=lambda run: run.expires_at)
-            left = max(0.0, first.expires_at - time.monotonic())
+            next_due = min(self._running_firings.values(), key=lambda run: run.expires_at)
+            seconds_left = max(0.0, next_due.expires_at - time.monotonic())
             try:
-                event = self._group.events.get(timeout=None if math.isinf(left) else left)
+                event = self._group.events.get(
+                    timeout=None if math.isinf(seconds_left) else seconds_left
+                )
             except queue.Empty:
-                raise self._build_overdue_error(first) from None
+                raise self._build_overdue_error(next_due) from None
             if isinstance(event, OutputsAnnounced):
                 self.functions.prefetch(event)
                 continue
             run = self._running_firings[event.task]
             if isinstance(event, TaskStarted):
                 if event.task == run.task:
-                    own = run.node.deadline_s
-                    run.expires_at = time.monotonic() + (
-                        DEFAULT_DEADLINE_SECONDS if own is None else own
-                    )
+                    deadline_s = run.node.deadline_s
+                    if deadline_s is None:
+                        deadline_s = DEFAULT_DEADLINE_SECONDS
+                    run.expires_at = time.monotonic() + deadline_s
                 continue
             del self._running_firings[event.task]
             run.tasks.remove(event.task)
@@ -254,18 +258,16 @@ class NodeRunner:
         )
 
     def _build_overdue_error(self, run: _RunningFiring) -> RunError:
-        own = run.node.deadline_s
-        if own is not None:
-            late = f"its deadline_s={own:g} seconds; raise it"
+        deadline_s = run.node.deadline_s
+        if deadline_s is not None:
+            limit = f"its deadline_s={deadline_s:g} seconds; raise it"
         else:
-            late = f"{DEFAULT_DEADLINE_SECONDS:g} seconds; set deadline_s"
-        what = (
-            f"{describe_firing(run.node, run.firing)} did not finish within {late}, or find out what is "
-            f"blocking"
-        )
+            limit = f"{DEFAULT_DEADLINE_SECONDS:g} seconds; set deadline_s"
+        firing = describe_firing(run.node, run.firing)
+        message = f"{firing} did not finish within {limit}, or find out what is blocking"
         if isinstance(run.node, MFCDef):
-            return self._group.build_overdue_error(*run.task, what)
-        return RunError(what)
+            return self._group.build_overdue_error(*run.task, message)
+        return RunError(message)
 
 
 @dataclass
@@ -321,7 +323,7 @@ class HostFunctionRunner:
             if isinstance(node, HostFunction):
                 nodes.append(node)
         self.by_node: dict[str, HostCallable] = {
-            n.name: make_host_function(n.function, n.args) for n in nodes
+            node.name: make_host_function(node.function, node.args) for node in nodes
         }
         # call -> functions that start on its early outputs
         self._prefetches: dict[str, list[HostFunction]] = {}
@@ -337,7 +339,7 @@ class HostFunctionRunner:
         """
         started = time.time()
         clock = time.perf_counter()
-        what = describe_firing(node, firing)
+        description = describe_firing(node, firing)
         batch = read_inputs(self._group, node, firing.ids)
         context = self._build_context(node, firing.step)
 
@@ -354,20 +356,20 @@ class HostFunctionRunner:
                 seconds = time.perf_counter() - clock
                 outputs = to_edge_outputs(node, result, firing.ids, filters=self.can_drop_ids(node))
             except RunError as error:
-                raise RunError(f"{what}: {error}") from error
+                raise RunError(f"{description}: {error}") from error
             except Exception as error:
-                error.add_note(f"in {what}")
+                error.add_note(f"in {description}")
                 raise
             # Store the outputs and list the ids that the function kept.
-            left = None if result is None else set(result.ids)
-            kept_ids = tuple(id for id in firing.ids if left is None or id in left)
+            output_ids = None if result is None else set(result.ids)
+            kept_ids = tuple(id for id in firing.ids if output_ids is None or id in output_ids)
             if outputs is not None and outputs.keys:
                 meta = self._group.put(outputs)
             else:
                 meta = None
             return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
-        threading.Thread(target=run_and_report, name=what, daemon=True).start()
+        threading.Thread(target=run_and_report, name=description, daemon=True).start()
 
     def _call(
         self, node: HostFunction, firing: Firing, batch: SequenceSample, context: HostContext
@@ -375,9 +377,9 @@ class HostFunctionRunner:
         """Run a function on a whole batch, after waiting for its early starts."""
 
         def call() -> SequenceSample | None:
-            for begun in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
-                if begun is not None:
-                    begun.result()
+            for early_start in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
+                if early_start is not None:
+                    early_start.result()
             return self.by_node[node.name](batch, context)
 
         if self._hosts is None:
@@ -410,13 +412,13 @@ class HostFunctionRunner:
             function = self.by_node[node.name]
             ids = announced.outputs.ids
             assert isinstance(function, SupportsPrefetch)
-            begun = start_in_thread(
+            early_start = start_in_thread(
                 partial(
                     function.begin, read_inputs(self._group, node, ids), self._build_context(node)
                 ),
                 f"host function {node.function!r}",
             )
-            self._started_ids.update(((node.name, id), begun) for id in ids)
+            self._started_ids.update(((node.name, id), early_start) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
         """Request early outputs of a model call, if the function of `node` can start with them.

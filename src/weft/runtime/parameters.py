@@ -58,14 +58,18 @@ class ParameterTransfers:
             if not self._has_equal_meshes(sync):
                 self._transfers.prepare_plan(*self._resolve_sync(sync))
         self.copies.prepare_plans()
-        for role, first in self._experiment.init_from.items():
-            copy = ParamSync(first, role)
-            over = Future[int]()
+        for role, source in self._experiment.init_from.items():
+            copy = ParamSync(source, role)
+            finished = Future[int]()
             if not self._has_equal_meshes(copy):
                 self._reallocate(
-                    copy, f"initializing {role}", over.set_result, over.set_exception, partly=True
+                    copy,
+                    f"initializing {role}",
+                    finished.set_result,
+                    finished.set_exception,
+                    partly=True,
                 )
-                over.result()
+                finished.result()
             self.copies.mark_outdated(role, None, whole=True)
 
     def start_sync(
@@ -124,8 +128,8 @@ class ParameterTransfers:
         *,
         partly: bool = False,
     ) -> DeviceJob:
-        source, target, *_ = what = self._resolve_sync(sync, partly=partly)
-        reallocation = self._transfers.prepare_plan(*what)
+        source, target, *_ = transfer = self._resolve_sync(sync, partly=partly)
+        reallocation = self._transfers.prepare_plan(*transfer)
         return self._transfers.run(
             reallocation,
             MoveParameters(reallocation.key, source, target, sync.eta),
@@ -183,7 +187,7 @@ class RoleCopies:
         self._separate_copies = set(find_separate_copies(experiment).values())
 
     def prepare_plans(self) -> None:
-        """Prepare the transfers of what train steps change."""
+        """Prepare the transfers of the parameters that train steps change."""
         for place in self._copies:
             self._transfers.prepare_plan(
                 self._transfers.get_own_key(place[0]), place, self._transfers.list_trained(place)
@@ -260,9 +264,9 @@ class RoleCopies:
             self._transfer_weights(
                 place, self._find_saved_plan(place, version), failed, saved_version=version
             )
-        wanted = newest if version is None else version
-        if wanted is not None:
-            self._copy_versions[place] = wanted
+        new_version = newest if version is None else version
+        if new_version is not None:
+            self._copy_versions[place] = new_version
         return self._weights[place]
 
     def update_running_copy(
@@ -308,19 +312,19 @@ class RoleCopies:
     def list_plans(self, role: str) -> list[tuple[str, ReallocationPlan]]:
         """Return the recurring transfers to copies of a role, as (purpose, plan)."""
         plans = []
-        own = self._transfers.get_own_key(role)
-        written = any(sync.target == role for sync in self._experiment.graph.syncs)
+        source = self._transfers.get_own_key(role)
+        is_synced = any(sync.target == role for sync in self._experiment.graph.syncs)
         for place in self._copies:
-            if place[0] == role and (written or self._experiment.roles[role].trained):
+            if place[0] == role and (is_synced or self._experiment.roles[role].trained):
                 calls = []
-                for name, c in self._experiment.calls.items():
-                    if (c.role, self._experiment.call_meshes[name]) == place:
-                        calls.append(c.name)
-                if written:
-                    names = self._transfers.list_common(own, place, partly=False)
+                for name, call in self._experiment.calls.items():
+                    if (call.role, self._experiment.call_meshes[name]) == place:
+                        calls.append(call.name)
+                if is_synced:
+                    names = self._transfers.list_common(source, place, partly=False)
                 else:
                     names = self._transfers.list_trained(place)
-                reallocation = self._transfers.prepare_plan(own, place, names)
+                reallocation = self._transfers.prepare_plan(source, place, names)
                 plans.append(
                     (
                         f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}",
@@ -336,16 +340,13 @@ class RoleCopies:
         """
         reallocation = self._saved_plans.pop((place, version), None)
         if reallocation is None:
-            there = (
-                ", ".join(
-                    str(of) for other, of in sorted(self._saved_plans, key=str) if other == place
-                )
-                or "none"
-            )
+            saved_versions = []
+            for other_place, saved_version in sorted(self._saved_plans, key=str):
+                if other_place == place:
+                    saved_versions.append(str(saved_version))
             raise RunError(
                 f"a call on {place[1]} needs version {version} of the weights of {place[0]!r}, "
-                f"which was not saved; saved versions: "
-                f"{there}"
+                f"which was not saved; saved versions: {', '.join(saved_versions) or 'none'}"
             )
         return reallocation
 
@@ -373,7 +374,7 @@ class RoleCopies:
     ) -> None:
         self._weights[place] += 1
         self._moved_bytes[place] = self._moved_bytes.get(place, 0) + reallocation.num_bytes_moved
-        what = MoveParameters(
+        command = MoveParameters(
             reallocation.key,
             self._transfers.get_own_key(place[0]),
             place,
@@ -381,7 +382,7 @@ class RoleCopies:
             saved_version=saved_version,
         )
         name = f"moving the weights of {place[0]!r} to {place[1]}"
-        self._transfers.run(reallocation, what, name, ignore_result, failed, holds_up=holds_up)
+        self._transfers.run(reallocation, command, name, ignore_result, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
         """Return the names of the parameters that may be outdated in the copy at `place`."""

@@ -66,11 +66,11 @@ class SignalHandlers:
                 f"now"
             )
 
-        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+        previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def build_interruption(
@@ -129,11 +129,11 @@ class SupervisorPipe:
         A supervised process is killed when its supervisor ends, and does not pass the pipe on to
         its children. Every command of weft calls this method first.
         """
-        wire = cls.from_environment(environment)
-        if wire._descriptor is not None:
-            os.set_inheritable(wire._descriptor, False)
+        pipe = cls.from_environment(environment)
+        if pipe._descriptor is not None:
+            os.set_inheritable(pipe._descriptor, False)
             end_with_parent()
-        return wire
+        return pipe
 
     def report_call(
         self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
@@ -189,10 +189,10 @@ class SupervisorPipe:
         with self._lock:
             self._send({"exit_code": code})
 
-    def _send(self, what: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         if self._descriptor is not None:
             with suppress(OSError):  # the supervisor has died; this process is about to be killed
-                os.write(self._descriptor, json.dumps(what).encode() + b"\n")
+                os.write(self._descriptor, json.dumps(message).encode() + b"\n")
 
 
 # -- descendants of this process
@@ -217,13 +217,13 @@ def find_descendants() -> set[ProcessId]:
         if entry is not None:
             parent, process = entry
             children.setdefault(parent, []).append(process)
-    below = set()
+    descendants = set()
     todo = [os.getpid()]
     while todo:
-        new = children.get(todo.pop(), [])
-        below |= set(new)
-        todo += [process.pid for process in new]
-    return below
+        found_children = children.get(todo.pop(), [])
+        descendants |= set(found_children)
+        todo += [process.pid for process in found_children]
+    return descendants
 
 
 def kill_processes(processes: Iterable[ProcessId]) -> None:
@@ -248,9 +248,9 @@ def adopt_orphans() -> None:
     _call_prctl(36, 1)
 
 
-def _call_prctl(what: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _read_process(pid: int) -> tuple[int, ProcessId] | None:

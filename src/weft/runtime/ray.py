@@ -197,7 +197,7 @@ class RayDevices:
         number: int,
         command: DeviceCommand,
         ranks: Sequence[int],
-        given: CommandTensors,
+        tensors: CommandTensors,
     ) -> None:
         from weft.runtime.commands import RunCall
 
@@ -207,10 +207,10 @@ class RayDevices:
                 command.mfc,
                 command.step,
                 ranks,
-                [str(self.addresses[each]) for each in ranks],
+                [str(self.addresses[target]) for target in ranks],
             )
         self._actors[rank].receive.remote(
-            place, number, command, tuple(ranks), list(given.wants), list(given.shared)
+            place, number, command, tuple(ranks), list(tensors.wants), list(tensors.shared)
         )
 
     def receive(self) -> list[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
@@ -222,10 +222,10 @@ class RayDevices:
             return []
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=POLL_SECONDS)
         responses: list[tuple[int, Sequence[CommandReport] | DeviceLoss]] = []
-        for each in ready:
-            rank, _ = self._polls.pop(each)
+        for request in ready:
+            rank, _ = self._polls.pop(request)
             try:
-                reports: Sequence[CommandReport] = ray.get(each)
+                reports: Sequence[CommandReport] = ray.get(request)
                 responses.append((rank, reports))
                 self._request_reports(rank)
                 self._pipe.report_finished(rank, reports)
@@ -239,9 +239,9 @@ class RayDevices:
                 else:
                     reason = _describe_error(error)
                 responses.append((rank, DeviceLoss(reason)))
-        for each, (rank, since) in list(self._polls.items()):
+        for request, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
-                del self._polls[each]
+                del self._polls[request]
                 responses.append(
                     (rank, DeviceLoss(f"it has not responded for {self._cluster.silent_s:g} s"))
                 )
@@ -270,9 +270,9 @@ class RayDevices:
         rank_of = {self._actors[rank].activity.remote(): rank for rank in ranks}
         ready, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=ACTIVITY_SECONDS)
         activities: dict[int, DeviceActivity] = {}
-        for each in ready:
+        for answer in ready:
             with suppress(RayError):
-                activities[rank_of[each]] = ray.get(each)
+                activities[rank_of[answer]] = ray.get(answer)
         return activities
 
     def close(self, deadline_s: float) -> None:
@@ -304,11 +304,11 @@ class RayCluster:
         self._processes = set(processes)
         self.silent_s = SILENT_SECONDS
         context = ray.get_runtime_context()
-        here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        this_node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         host, _, port = context.gcs_address.rpartition(":")
         places = {
             "Ray's head": (host, int(port)),
-            LOCAL_RAYLET: (here["NodeManagerAddress"], here["NodeManagerPort"]),
+            LOCAL_RAYLET: (this_node["NodeManagerAddress"], this_node["NodeManagerPort"]),
         }
         self._watch = AddressWatch(
             places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS
@@ -348,12 +348,13 @@ class RayCluster:
         scratch = ScratchFolder()
         before = frozenset(find_descendants())
         # The token is only in this environment, which the cluster's processes inherit.
-        wanted = {
+        variables = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then they end without head
         }
-        os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
         try:
             with silence_library("ray"), prepare_heaps():
                 ray.init(
@@ -404,9 +405,7 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this one first (for device 0), the others sorted by
-        address.
-        """
+        """Return the machines that are up: this one first, for device 0, then others by address."""
         up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
         return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
@@ -504,7 +503,7 @@ class DeviceLaunch:
         )
         promises = [actor.join.remote(actors, address, port, self._device) for actor in actors]
         _collect_answers(cluster, promises, "the other ranks", START_SECONDS, self._nodes)
-        cluster.add_processes([each.pid for each in where])
+        cluster.add_processes([process.pid for process in where])
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _wait_for_placement(self, seconds: float) -> bool:
@@ -559,22 +558,22 @@ class DeviceLaunch:
 
 
 def _collect_answers(
-    cluster: RayCluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
+    cluster: RayCluster, promises: Sequence[Any], awaited: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
     """Return the answers of all ranks to a request, waiting up to `seconds` seconds.
 
-    `what` completes "device 0 waited for ..." in the error message, and `nodes` has the machine id
-    of each rank. Raises `DevicesLost` naming the ranks that did not answer or the lost machine, and
-    `RunError` or `ConfigError` if a device raised an error.
+    `awaited` completes "device 0 waited for ..." in the error message, and `nodes` has the machine
+    id of each rank. Raises `DevicesLost` naming the ranks that did not answer or the lost machine,
+    and `RunError` or `ConfigError` if a device raised an error.
     """
     late = cluster.wait(promises, seconds)
     if late:
-        ranks = ", ".join(str(rank) for rank, each in enumerate(promises) if each in late)
-        raise DevicesLost(f"device {ranks} waited for {what} longer than {seconds:g} s")
+        ranks = ", ".join(str(rank) for rank, promise in enumerate(promises) if promise in late)
+        raise DevicesLost(f"device {ranks} waited for {awaited} longer than {seconds:g} s")
     answers = []
-    for rank, each in enumerate(promises):
+    for rank, promise in enumerate(promises):
         try:
-            answers.append(ray.get(each))
+            answers.append(ray.get(promise))
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise ConfigError(f"device {rank}: {error.cause}") from error

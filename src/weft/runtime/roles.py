@@ -71,18 +71,17 @@ class RoleEngines:
         self._groups = groups
         self._tokenizers = tokenizers or {}
         self._engines: dict[EngineKey, Engine] = {}
-        self._offloaded: set[tuple[EngineKey, OffloadableState]] = (
-            set()
-        )  # state offloaded to host memory by hooks
-        written = {sync.target for sync in experiment.graph.syncs}
+        # state that hooks have offloaded to host memory
+        self._offloaded: set[tuple[EngineKey, OffloadableState]] = set()
+        synced_roles = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
-        here = {}
+        local_specs = {}
         for role, spec in specs.items():
             if role in self._meshes:
-                here[role] = spec
+                local_specs[role] = spec
         # build engines with adapters before roles that share their base
-        for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):
-            base = None if role in written else self._find_shared_base(role, here)
+        for role, spec in sorted(local_specs.items(), key=lambda item: not item[1].trained):
+            base = None if role in synced_roles else self._find_shared_base(role, local_specs)
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(
@@ -114,10 +113,10 @@ class RoleEngines:
         if mesh.layout.num_devices > 1:
             assert self._groups is not None, "a layout of several devices needs process groups"
             ranks.append(RankMesh(mesh, self._rank, self._groups))
-        more = {}
+        options = {}
         if "tokenizer" in inspect.signature(backend).parameters:
-            more["tokenizer"] = self._tokenizers.get(role)
-        engine: Engine = backend(spec, mesh.layout, *ranks, **more)
+            options["tokenizer"] = self._tokenizers.get(role)
+        engine: Engine = backend(spec, mesh.layout, *ranks, **options)
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:
@@ -125,8 +124,8 @@ class RoleEngines:
 
         If so, parameters can be copied between the roles without a transfer.
         """
-        here = self._meshes.get(source)
-        return here is not None and here == self._meshes.get(target)
+        mesh = self._meshes.get(source)
+        return mesh is not None and mesh == self._meshes.get(target)
 
     def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
         """Return an engine that runs `role` on the base weights of a trained role, or None.
@@ -137,10 +136,10 @@ class RoleEngines:
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
-            near = self._meshes[trained]
+            mesh = self._meshes[trained]
             if (
                 can_share_base(specs[role], spec)
-                and near.has_same_parts(self._meshes[role])
+                and mesh.has_same_parts(self._meshes[role])
                 and isinstance(engine, SupportsDisablingAdapters)
             ):
                 return engine.without_adapters()
@@ -232,11 +231,11 @@ class RoleEngines:
         for role in self._meshes:
             if not (folder / role).is_dir():
                 if folder.is_dir():
-                    there = ", ".join(sorted(p.name for p in folder.iterdir()))
+                    existing = ", ".join(sorted(p.name for p in folder.iterdir()))
                 else:
-                    there = "none"
+                    existing = "none"
                 raise CheckpointError(
-                    f"{folder}: contains no state of role {role!r} (roles: {there}); it was "
+                    f"{folder}: contains no state of role {role!r} (roles: {existing}); it was "
                     f"written by a run of another graph"
                 )
             self.engine(role).load_state(folder / role)
@@ -275,10 +274,10 @@ class RoleEngines:
         `ConfigError` if the roles have different parameters.
         """
         names = self._list_common(source, target, partly=partly)
-        giver = self.engine(source)
-        taker = self.engine(target)
-        taker.write(giver.read(names), version=giver.version, eta=eta)
-        return taker.version
+        source_engine = self.engine(source)
+        target_engine = self.engine(target)
+        target_engine.write(source_engine.read(names), version=source_engine.version, eta=eta)
+        return target_engine.version
 
     def _list_common(self, source: str, target: str, *, partly: bool) -> list[str]:
         have = self._get_own_engine(source).slices()
@@ -304,10 +303,10 @@ def list_common_parameters(
         if name in have and have[name] == want[name]:
             names.append(name)
     if not names or (not partly and len(names) < max(len(want), len(have))):
-        apart = sorted((set(want) | set(have)) - set(names))
+        different = sorted((set(want) | set(have)) - set(names))
         raise ConfigError(
             f"{source} -> {target}: parameters differ between the two roles "
-            f"({', '.join(apart[:5])}); "
+            f"({', '.join(different[:5])}); "
             "only networks of equal shapes and without adapters can be copied"
         )
     return names

@@ -126,11 +126,12 @@ class SampleReader:
         returned under their original names: for example, `completion` if the graph calls it
         `mixed_completion`.
         """
-        own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
+        completion_keys = [name for name, key in self._names.items() if key == "completion"]
+        completion_keys = completion_keys or ["completion"]
         # skip dataset keys that remapped keys replace
         replaced = set(self._names.values())
         batch = self._group.fetch(
-            ids, ["prompt", *own], [key for key in optional if key not in replaced]
+            ids, ["prompt", *completion_keys], [key for key in optional if key not in replaced]
         )
         return batch.remap_keys(
             {name: key for name, key in self._names.items() if name in batch.keys}
@@ -169,10 +170,10 @@ class SampleReader:
         There is a row for each of the first `COMPLETIONS` completions of each id.
         """
         counts = batch.lengths["completion"].tolist()
-        held = {}
+        columns = {}
         for key in (*BY_TOKEN, "advantages"):
             if key in batch.data and batch.lengths[key].tolist() == counts:
-                held[key] = batch.sequences(key)
+                columns[key] = batch.sequences(key)
         references = []
         for name in REFERENCES:
             if name in batch.metadata:
@@ -182,7 +183,7 @@ class SampleReader:
         for index, row in self._read(batch):
             if row["k"] >= COMPLETIONS:
                 continue
-            values = {key: each[index].tolist() for key, each in held.items()}
+            values = {key: value[index].tolist() for key, value in columns.items()}
             row |= _find_reference([column[owners[index]] for column in references])
             row |= self._format_by_token(completions[index].tolist(), values)
             if "finished" in row:
@@ -213,8 +214,10 @@ class SampleReader:
             if min(advantages) < max(advantages):
                 columns["advantages"] = [round(value, 4) for value in advantages[:TOKENS]]
         if "logprobs" in values and "ref_logprobs" in values:
-            both = zip(values["logprobs"], values["ref_logprobs"], mask, strict=True)
-            columns["log_ratio"] = sum(own - ref for own, ref, counts in both if counts)
+            triples = zip(values["logprobs"], values["ref_logprobs"], mask, strict=True)
+            columns["log_ratio"] = sum(
+                logprob - ref_logprob for logprob, ref_logprob, counts in triples if counts
+            )
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -235,9 +238,9 @@ class SampleReader:
         # Find the keys with one value per completion.
         lengths = batch.lengths["completion"]
         single = []
-        for k in batch.data:
-            if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all():
-                single.append(k)
+        for key in batch.data:
+            if len(batch.lengths[key]) == len(lengths) and (batch.lengths[key] == 1).all():
+                single.append(key)
         columns = {}
         for key in single:
             if key not in ("prompt", "completion", *BY_TOKEN):
@@ -329,9 +332,9 @@ class TokenDecoder:
         if self._anchor is None:
             self._anchor = self._choose_anchor(ids[0])
         anchor, text = self._anchor
-        whole = self._tokenizer.decode([anchor, *ids])
-        if whole.startswith(text):
-            return whole[len(text) :]
+        anchored_text = self._tokenizer.decode([anchor, *ids])
+        if anchored_text.startswith(text):
+            return anchored_text[len(text) :]
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:

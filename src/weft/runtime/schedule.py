@@ -13,11 +13,9 @@ from weft.errors import DevicesLost, Interrupted, WeftError
 from weft.experiment import Control, parse_step_range
 from weft.runtime.calls import WorkerGroup
 
-RECOVERY_SECONDS = (
-    # a recovery point is written after the first step that ends this long after the last one,
-    # even if checkpoints are rarer
-    600.0
-)
+# A recovery point is written after the first step that ends this long after the last one, even if
+# checkpoints are rarer.
+RECOVERY_SECONDS = 600.0
 
 
 @dataclass
@@ -127,12 +125,12 @@ class StepProfiler:
         name = f"steps-{self._first_step}-{step}-worker-{{rank}}.json.gz"
         self._group.toggle_trace(str(self._folder.absolute() / name))
         if step == self._first_step:
-            which = f"step {step}"
+            traced_steps = f"step {step}"
         else:
-            which = f"steps {self._first_step} to {step}"
+            traced_steps = f"steps {self._first_step} to {step}"
         self._first_step = None
         self._tell(
-            f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at "
+            f"trace of {traced_steps}: {self._folder / name.replace('{rank}', '*')} (open it at "
             f"ui.perfetto.dev)"
         )
 

@@ -73,7 +73,7 @@ class SessionParts:
         eval_suite: Evaluation on tasks, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
         predicted: Values that are predicted for each step, and written with its metrics.
-        hosts: Hosts that run this experiment together, or None for one host.
+        hosts: All hosts that run this experiment together, or None for one host.
         mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
     """
 
@@ -117,7 +117,7 @@ class Session:
         folder = parts.directory.checkpoints_folder
         self._best = BestTracker(self._control, folder, roles, parts.hosts)
         evaluations = (parts.evaluator, parts.fixed_prompts, parts.eval_suite)
-        evaluates = any(each is not None for each in (*evaluations, self._control.save_best))
+        evaluates = any(part is not None for part in (*evaluations, self._control.save_best))
         self._frequencies = build_frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
         self._running_step = 0  # running step, or step whose metrics are being written
@@ -127,7 +127,7 @@ class Session:
         )
         graph = parts.experiment.graph
         functions = [node.name for node in graph.nodes if isinstance(node, HostFunction)]
-        # Steps that overlap do not wait for them.
+        # Overlapping steps do not wait for host functions.
         overlaps = any(edge.max_staleness for edge in graph.version_edges)
         self._host_times = HostTimes(() if overlaps else functions)
         trained = parts.experiment.trained_nodes
@@ -164,7 +164,7 @@ class Session:
 
         Raises `UserError` if the requested recovery point is missing or a logger cannot start.
         """
-        point = self._find_point(own=instead_of is not None) if resumes else None
+        point = self._find_point(is_restart=instead_of is not None) if resumes else None
         if point is None and self._control.resume_from is not None:
             point = find_named_point(Path(self._control.resume_from))
         if self._parts.hosts is not None:
@@ -210,18 +210,21 @@ class Session:
         if status != "finished":  # first, because later writes may fail on a full disk
             self._directory.set_status(status, self.step)
         if self._parts.format_peak_memory is not None and self._peak_memory_gb is not None:
-            line, needed = self._parts.format_peak_memory(self._peak_memory_gb)
-            (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
+            line, is_important = self._parts.format_peak_memory(self._peak_memory_gb)
+            if is_important or self._show.verbose:
+                self._observer.note(line)
+            else:
+                self._observer.log(line)
         if status != "failed":
             self._observer.compare_step(self._parts.predicted, verbose=self._show.verbose)
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
         hosts = self._parts.hosts
-        last = list(self._parts.ending_lines)
+        lines = list(self._parts.ending_lines)
         if hosts is None or hosts.is_first:
-            last = [*self._best.describe(self._place), *last]
-        self._observer.close(status, last if status == "finished" else ())
+            lines = [*self._best.describe(self._place), *lines]
+        self._observer.close(status, lines if status == "finished" else ())
         # before the status, so that a run killed here is resumed and ends with a report
         self._observer.report.finish(status)
         if status == "finished":
@@ -245,20 +248,20 @@ class Session:
         assert self._observer is not None, "the session is open"
         self._observer.close("interrupted")
 
-    def _find_point(self, *, own: bool) -> RecoveryPoint | None:
+    def _find_point(self, *, is_restart: bool) -> RecoveryPoint | None:
         """Remove partial files, and return the newest intact recovery point of this run.
 
         Returns None if there is none, or if `resume_from` names a point of this run, which the
-        caller then uses. With `own`, `resume_from` is ignored, because an earlier session of this
-        process has written newer points.
+        caller then uses. With `is_restart`, `resume_from` is ignored, because an earlier session
+        of this process has written newer points.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()
-        named = self._control.resume_from
+        resume_from = self._control.resume_from
         if (
-            not own
-            and named is not None
-            and self._directory.path.resolve() in Path(named).expanduser().resolve().parents
+            not is_restart
+            and resume_from is not None
+            and self._directory.path.resolve() in Path(resume_from).expanduser().resolve().parents
         ):
             return None  # resume_from names a point of this run; the caller uses that
         return self._points.find_newest(self._notes.append)
@@ -266,17 +269,19 @@ class Session:
     def _restore_point(self, point: RecoveryPoint) -> None:
         """Restore a recovery point, with a warning if numerical settings differ from its own."""
         state = self._master.load(point.directory)
-        for name, every in self._frequencies.items():
-            every.load_state_dict(state["due"][name])
+        for name, frequency in self._frequencies.items():
+            frequency.load_state_dict(state["due"][name])
         self._saved_step = state["saved_step"]
         self._evaluated_step = state["evaluated_step"]
         # recovery points of earlier versions have no best checkpoint
         if note := self._best.open(state.get("best")):
             self._notes.append(note)
         self._point_step = self.step
-        apart = describe_differences(state[NUMERICS_KEY], self._group.describe_numerics())
-        if apart:
-            self._notes.append(f"warning: {apart}: the run continues, but {LAST_BITS_WARNING}")
+        differences = describe_differences(state[NUMERICS_KEY], self._group.describe_numerics())
+        if differences:
+            self._notes.append(
+                f"warning: {differences}: the run continues, but {LAST_BITS_WARNING}"
+            )
 
     def _open_observer(self, info: RunInfo, *, plan: bool) -> None:
         parts = self._parts
@@ -382,15 +387,15 @@ class Session:
         """
         # Find what is due, and write a finished trace.
         due = {}
-        for name, every in self._frequencies.items():
-            due[name] = every.check_due(result.step, result.epochs_done)
+        for name, frequency in self._frequencies.items():
+            due[name] = frequency.check_due(result.step, result.epochs_done)
         signal = self._signals.number
         if self._parts.hosts is not None:
             due = self._parts.hosts.decide(lambda: due)
             signal = self._parts.hosts.decide_signal(signal)
             self._signals.number = self._signals.number or signal
-        over = self._is_over()
-        self._profiling.write_after(result.step, over=over or signal is not None)
+        is_over = self._is_over()
+        self._profiling.write_after(result.step, over=is_over or signal is not None)
         # Write the metrics, with those of an evaluation.
         line = {
             "step": result.step,
@@ -403,16 +408,16 @@ class Session:
         line |= self._host_times.complete(predicted)
         self._host_times.record(line)
         self._expert_loads.record(line)
-        compares = due["evaluate"] or over
+        compares = due["evaluate"] or is_over
         if compares:
             line |= self._evaluate()
         is_best = self._best.compare(self.step, line, is_due=compares)
-        over = self._is_over()
+        is_over = self._is_over()
         self._write_line(line)
         for note in () if self._parts.data is None else self._parts.data.take_new_notes():
             self._tell(note)
         # Save checkpoints, then write a recovery point.
-        is_regular = due["save"] or due["milestone"] or over
+        is_regular = due["save"] or due["milestone"] or is_over
         if is_regular or is_best:
             self._save(milestone=due["milestone"], is_best=is_best, is_regular=is_regular)
         saved = self._saved_step == self.step
@@ -420,7 +425,7 @@ class Session:
             self._write_point()
         if saved:
             self._prune()
-        if signal is not None and not over:
+        if signal is not None and not is_over:
             raise self._signals.build_interruption(
                 self.step, describe_resuming(self._control, self._point_step, self.step)
             )
@@ -480,7 +485,7 @@ class Session:
 
     def _write_point(self) -> None:
         extra = {
-            "due": {name: every.state_dict() for name, every in self._frequencies.items()},
+            "due": {name: action.state_dict() for name, action in self._frequencies.items()},
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
             "best": self._best.record_point(),

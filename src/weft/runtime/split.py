@@ -22,28 +22,25 @@ OWNER = "completion_of"  # metadata column of single completions: the id of thei
 
 
 def split(
-    batch: SequenceSample, wanted: Minibatches, ranks: int, *, seed: int, role: str, step: int
+    batch: SequenceSample, settings: Minibatches, ranks: int, *, seed: int, role: str, step: int
 ) -> list[list[SequenceSample]]:
     """Split a batch into minibatches, and each minibatch into one part per data-parallel rank.
 
-    `wanted` has the number of epochs, and the number or size of their minibatches. The result is
+    `settings` has the number of epochs, and the number or size of their minibatches. The result is
     indexed by [minibatch][rank] and contains the minibatches of all epochs in order. In epochs
     after the first, the ids are shuffled. Their order depends only on `seed`, `role`, `step` (the
     index of the call) and the epoch, so it is the same after a restart and on every layout.
     """
     parts: list[SequenceSample] = []
-    for epoch in range(wanted.epochs):
-        order = np.arange(batch.num_ids)
+    for epoch in range(settings.epochs):
+        epoch_batch = batch
         if epoch:
             order = randomness.draw_permutation(
                 batch.num_ids, seed, f"minibatches/{role}/{epoch}", step
             )
-        if epoch:
-            whole = batch.select(ids=[batch.ids[index] for index in order])
-        else:
-            whole = batch
-        parts += split_minibatches(whole, wanted.count_for_batch(batch), wanted.unit)
-    return [split_over_ranks(part, ranks, wanted.unit) for part in parts]
+            epoch_batch = batch.select(ids=[batch.ids[index] for index in order])
+        parts += split_minibatches(epoch_batch, settings.count_for_batch(batch), settings.unit)
+    return [split_over_ranks(part, ranks, settings.unit) for part in parts]
 
 
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
@@ -88,16 +85,16 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
         return batch
     ids = []
     for id, count in zip(batch.ids, counts, strict=True):
-        for k in range(count):
-            ids.append(f"{id}[{k}]")
+        for index in range(count):
+            ids.append(f"{id}[{index}]")
     lengths = {}
     data = {}
     for key in batch.keys:
         sizes = batch.lengths[key].astype(np.int64)
-        held = np.diff(batch.offsets[key])
+        num_sequences = np.diff(batch.offsets[key])
         chosen = np.arange(len(sizes))
-        if not np.array_equal(held, counts):
-            assert (held == 1).all(), (
+        if not np.array_equal(num_sequences, counts):
+            assert (num_sequences == 1).all(), (
                 f"key {key!r} has neither one sequence per completion nor one per id"
             )
             chosen = np.repeat(chosen, counts)
@@ -163,7 +160,7 @@ def join_outputs(
 
     Returns None if there are no outputs.
     """
-    samples = [each for each in outputs if each is not None and each.num_ids]
+    samples = [sample for sample in outputs if sample is not None and sample.num_ids]
     return SequenceSample.gather(samples).select(ids=ids) if samples else None
 
 
@@ -175,8 +172,8 @@ def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
     """
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
-        for one in result.seen.unpack() if result.seen is not None else ():
-            samples_by_id.setdefault(one.ids[0], one)
+        for sample in result.seen.unpack() if result.seen is not None else ():
+            samples_by_id.setdefault(sample.ids[0], sample)
     return SequenceSample.gather(list(samples_by_id.values())) if samples_by_id else None
 
 
@@ -188,7 +185,7 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -
     averaged over ids; ranks that lack a metric do not count in its average. The duration of the
     call is measured from the start of the first rank to the end of the last rank.
     """
-    whole: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         having = []
         for part, count in zip(parts, counts, strict=True):
@@ -197,13 +194,13 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -
         values = [value for value, _ in having]
         weight = sum(count for _, count in having)
         if name == STARTED or name.endswith("_min"):
-            whole[name] = min(values)
+            merged[name] = min(values)
         elif name.endswith("_max"):
-            whole[name] = max(values)
+            merged[name] = max(values)
         elif weight == 0 or all(value == values[0] for value in values):
-            whole[name] = values[0]
+            merged[name] = values[0]
         else:
-            whole[name] = sum(value * count for value, count in having) / weight
-    if STARTED in whole:
-        whole[SECONDS] = max(part[STARTED] + part[SECONDS] for part in parts) - whole[STARTED]
-    return whole
+            merged[name] = sum(value * count for value, count in having) / weight
+    if STARTED in merged:
+        merged[SECONDS] = max(part[STARTED] + part[SECONDS] for part in parts) - merged[STARTED]
+    return merged

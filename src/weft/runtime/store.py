@@ -48,11 +48,11 @@ class TensorStore:
             number = self._next_number
             self._next_number = self._next_number + 1
             self._batches[number] = _StoredBatch(sample)
-            for held in self._ids.separate_states(sample.ids):
-                before = held.read()
-                held.keys.update(dict.fromkeys(sample.keys, number))
-                held.columns.update(dict.fromkeys(sample.metadata, number))
-                self._update_counts(held, before)
+            for block in self._ids.separate_states(sample.ids):
+                before = block.read()
+                block.keys.update(dict.fromkeys(sample.keys, number))
+                block.columns.update(dict.fromkeys(sample.metadata, number))
+                self._update_counts(block, before)
             self._free_batches([number])
         return sample.meta()
 
@@ -67,16 +67,19 @@ class TensorStore:
         with self._lock:
             ids = tuple(ids)
             parts = self._find_blocks(ids)
-            wanted = [*keys, *(key for key in optional if all(key in held.keys for held in parts))]
+            all_keys = list(keys)
+            for key in optional:
+                if all(key in block.keys for block in parts):
+                    all_keys.append(key)
             by_origin: dict[tuple[int, ...], list[str]] = {}
-            for key in wanted:
-                missing = next((held for held in parts if key not in held.keys), None)
+            for key in all_keys:
+                missing = next((block for block in parts if key not in block.keys), None)
                 if missing is not None:
                     close = find_nearest(key, missing.keys) or list(missing.keys)
                     raise DataError(
                         f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}"
                     )
-                by_origin.setdefault(tuple(held.keys[key] for held in parts), []).append(key)
+                by_origin.setdefault(tuple(block.keys[key] for block in parts), []).append(key)
             samples = []
             for origin, names in by_origin.items():
                 samples.append(self._collect(ids, parts, origin, names))
@@ -93,35 +96,35 @@ class TensorStore:
 
         Ids with the same keys and metadata columns are in one batch.
         """
-        alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-        for id, held in self._ids.items():
-            alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
-        for (keys, _), ids in alike.items():
+        ids_of_columns: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+        for id, block in self._ids.items():
+            ids_of_columns.setdefault((tuple(block.keys), tuple(block.columns)), []).append(id)
+        for (keys, _), ids in ids_of_columns.items():
             yield self.fetch(ids, keys)
 
     def discard(self, ids: Iterable[str]) -> None:
         """Remove these ids, and free the batches that no other id needs."""
         with self._lock:
-            for held, _, empty in self._ids.discard(ids):
+            for block, _, empty in self._ids.discard(ids):
                 if empty:
-                    before = held.read()
-                    held.keys = {}
-                    held.columns = {}
-                    self._update_counts(held, before)
+                    before = block.read()
+                    block.keys = {}
+                    block.columns = {}
+                    self._update_counts(block, before)
 
-    def _copy_block(self, held: _StoredBlock) -> _StoredBlock:
-        new = _StoredBlock(dict(held.keys), dict(held.columns))
+    def _copy_block(self, block: _StoredBlock) -> _StoredBlock:
+        new = _StoredBlock(dict(block.keys), dict(block.columns))
         self._update_counts(new, (set(), set()))
         return new
 
-    def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
+    def _update_counts(self, block: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
         """Update how many blocks refer to each batch, after a block has changed.
 
-        A block is a group of ids whose data are in the same batches. `held` is the changed block,
-        and `before` is the result of `held.read()` before the change. Batches that no block needs
+        A block is a group of ids whose data are in the same batches. `block` is the changed block,
+        and `before` is the result of `block.read()` before the change. Batches that no block needs
         any more are freed.
         """
-        for readers, old, new in zip(self._readers, before, held.read(), strict=True):
+        for readers, old, new in zip(self._readers, before, block.read(), strict=True):
             readers.update(new - old)
             readers.subtract(old - new)
         self._free_batches(set().union(*before))
@@ -137,8 +140,10 @@ class TensorStore:
             if not tensors and not metadata:
                 del self._batches[number], self._readers[0][number], self._readers[1][number]
             elif not tensors and self._batches[number].sample.keys:
-                whole = self._batches[number].sample
-                self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
+                sample = self._batches[number].sample
+                self._batches[number].sample = SequenceSample(
+                    sample.ids, {}, {}, {}, sample.metadata
+                )
 
     def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
         """Return a mapping from each stored block to the given ids that are in it.
@@ -162,18 +167,18 @@ class TensorStore:
         in a column, its value is None.
         """
         columns: dict[str, tuple[Any, ...]] = {}
-        for name in dict.fromkeys(name for held in parts for name in held.columns):
+        for name in dict.fromkeys(name for block in parts for name in block.columns):
             if len(parts) == 1:
-                (held,) = parts
-                columns[name] = tuple(self._batches[held.columns[name]].read_column(name, ids))
+                (block,) = parts
+                columns[name] = tuple(self._batches[block.columns[name]].read_column(name, ids))
                 continue
             value: dict[str, Any] = {}
-            for held, chosen in parts.items():
-                if name in held.columns:
+            for block, chosen in parts.items():
+                if name in block.columns:
                     value.update(
                         zip(
                             chosen,
-                            self._batches[held.columns[name]].read_column(name, chosen),
+                            self._batches[block.columns[name]].read_column(name, chosen),
                             strict=True,
                         )
                     )
@@ -281,29 +286,29 @@ class TensorLocations:
         left unchanged, because the announced values are the final ones, so copies of them stay
         valid.
         """
-        for where in self._ids.separate_states(ids):
+        for locations in self._ids.separate_states(ids):
             for key in keys:
-                if rank not in where.holders.get(key, ()):
-                    where.holders[key] = {rank}
-                    where.incoming.pop(key, None)
+                if rank not in locations.holders.get(key, ()):
+                    locations.holders[key] = {rank}
+                    locations.incoming.pop(key, None)
 
     def record_transfer(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a copy of these keys is being sent to a rank.
 
         The copy need not be sent again, but the rank cannot pass it on to others yet.
         """
-        for where in self._ids.separate_states(ids):
+        for locations in self._ids.separate_states(ids):
             for key in keys:
-                where.incoming.setdefault(key, set()).add(rank)
+                locations.incoming.setdefault(key, set()).add(rank)
 
     def record_copy(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has valid values of these keys for these ids.
 
         Values on other ranks stay valid too.
         """
-        for where in self._ids.separate_states(ids):
+        for locations in self._ids.separate_states(ids):
             for key in keys:
-                where.holders.setdefault(key, set()).add(rank)
+                locations.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
         """Return those of `keys` that are available for all ids.
@@ -328,17 +333,17 @@ class TensorLocations:
         error is raised when the key is read.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
-        wanted = list(keys)
+        all_keys = list(keys)
         for block, chosen in self._ids.group_by_block(ids).items():
-            where = _KeyLocations() if block is None else block.state
+            locations = _KeyLocations() if block is None else block.state
             by_holder = dict[int, list[str]]()
-            for key in wanted:
-                holders = where.holders.get(key, set())
-                if holders and rank not in holders and rank not in where.incoming.get(key, ()):
+            for key in all_keys:
+                holders = locations.holders.get(key, set())
+                if holders and rank not in holders and rank not in locations.incoming.get(key, ()):
                     holder = min(holders - {DRIVER}, default=DRIVER)
                     by_holder.setdefault(holder, []).append(key)
-            for holder, lacked in by_holder.items():
-                transfers.setdefault((holder, tuple(lacked)), []).extend(chosen)
+            for holder, missing in by_holder.items():
+                transfers.setdefault((holder, tuple(missing)), []).extend(chosen)
         return [
             TensorRequest(holder, tuple(ids), keys) for (holder, keys), ids in transfers.items()
         ]
@@ -349,8 +354,8 @@ class TensorLocations:
         A rank's list has the ids for which the rank has tensors or is being sent tensors.
         """
         ids_by_rank: dict[int, list[str]] = {}
-        for where, chosen, _ in self._ids.discard(ids):
-            for rank in set().union(*where.holders.values(), *where.incoming.values()):
+        for locations, chosen, _ in self._ids.discard(ids):
+            for rank in set().union(*locations.holders.values(), *locations.incoming.values()):
                 ids_by_rank.setdefault(rank, []).extend(chosen)
         return ids_by_rank
 
@@ -370,9 +375,6 @@ class _KeyLocations:
     incoming: dict[str, set[int]] = field(default_factory=dict)
 
     def copy(self) -> _KeyLocations:
-        return _KeyLocations(
-            *(
-                {key: set(ranks) for key, ranks in each.items()}
-                for each in (self.holders, self.incoming)
-            )
-        )
+        holders = {key: set(ranks) for key, ranks in self.holders.items()}
+        incoming = {key: set(ranks) for key, ranks in self.incoming.items()}
+        return _KeyLocations(holders, incoming)

@@ -82,8 +82,8 @@ class TransferRunner:
         the source's values in the target (see `MoveParameters`). It is only needed to estimate how
         many bytes the plan will send.
         """
-        between = source, target, tuple(names)
-        if between not in self._plans:
+        plan_id = source, target, tuple(names)
+        if plan_id not in self._plans:
             chosen = frozenset(names)
             have = self.collect_slices(source, chosen)
             want = self.collect_slices(target, chosen)
@@ -92,7 +92,7 @@ class TransferRunner:
             cost = count_traffic(transfers, have, want, itemsize=itemsize, node_of=self._get_node)
             ranks = tuple(sorted({*source[1].ranks, *target[1].ranks}))
             key = f"{source[0]} -> {target[0]}, plan {len(self._plans)}"
-            self._plans[between] = ReallocationPlan(
+            self._plans[plan_id] = ReallocationPlan(
                 key, ranks, transfers, cost.moved_bytes, cost.across
             )
             name = f"preparing to move {source[0]!r} to {target[0]!r}"
@@ -103,12 +103,12 @@ class TransferRunner:
             command = PrepareReallocation(key, ranks, transfers)
             job = DeviceJob(name, ranks, repeat_command(command), ignore_result, on_failed)
             self._dispatch.submit(job)
-        return self._plans[between]
+        return self._plans[plan_id]
 
     def run(
         self,
         reallocation: ReallocationPlan,
-        what: MoveParameters,
+        command: MoveParameters,
         name: str,
         done: VersionCallback,
         failed: FailureCallback,
@@ -118,20 +118,20 @@ class TransferRunner:
     ) -> DeviceJob:
         """Submit a job that executes a plan, and return the job.
 
-        `reallocation` is the plan of the transfers, `what` the command that each device gets. If
+        `reallocation` is the plan of the transfers, `command` the command that each device gets. If
         `holds_up` is True, later requests for the two roles wait for the transfer. If some of the
         target's ranks are not ranks of the source, the job starts only after the job that last
         changed the source's weights, so that these ranks are not blocked while the source's ranks
         are busy.
         """
-        target = what.target[1].ranks
-        source = what.source[1].ranks
-        last = self.last_changes.get(what.source[0])
+        target = command.target[1].ranks
+        source = command.source[1].ranks
+        last = self.last_changes.get(command.source[0])
         if last is not None and not set(target) <= set(source):
             after = [last]
         else:
             after = []
-        roles = frozenset({what.source[0], what.target[0]} if holds_up else ())
+        roles = frozenset({command.source[0], command.target[0]} if holds_up else ())
         on_finished = lambda ends: done(ends[target[0]].value)  # noqa: E731
 
         def on_failed(error: BaseException) -> None:
@@ -140,7 +140,7 @@ class TransferRunner:
         job = DeviceJob(
             name,
             reallocation.ranks,
-            repeat_command(what),
+            repeat_command(command),
             on_finished,
             on_failed,
             started,
@@ -160,7 +160,7 @@ class TransferRunner:
         mesh = self._meshes[place[0]]
         names = self.list_common((role, mesh), place, partly=False)
         trained_names = [self._built[rank].trained[role] for rank in mesh.ranks]
-        trained = frozenset[str]().union(*(each for each in trained_names if each is not None))
+        trained = frozenset[str]().union(*(part for part in trained_names if part is not None))
         return [name for name in names if name in trained] if trained else names
 
     def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
@@ -182,7 +182,7 @@ class TransferRunner:
         shapes: dict[str, tuple[int, ...]] = {}
         for parts in self.collect_slices(place).values():
             for name, part in parts.items():
-                ends = tuple(each.stop for each in part)
+                ends = tuple(interval.stop for interval in part)
                 shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
         return shapes
 
@@ -194,9 +194,9 @@ class TransferRunner:
         The result maps ranks to parameter names to slices. If `names` is given, only these
         parameters are included.
         """
-        held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
+        parts_of_rank = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
         slices: dict[int, dict[str, Slice]] = {}
-        for rank, parts in held.items():
+        for rank, parts in parts_of_rank.items():
             slices[rank] = {
                 name: part for name, part in parts.items() if names is None or name in names
             }
@@ -209,16 +209,16 @@ class TransferRunner:
         is smaller and `eta` is 1, they are rounded to that dtype before they are sent.
         """
         trained = self._experiment.roles[source].trained
-        own, wanted = (
+        source_width, target_width = (
             BYTES[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0])
         )
-        given = 4 if trained else own
-        own_engine = target[1] == self._meshes[target[0]]
-        if self._experiment.roles[target[0]].trained and own_engine:
-            taken = 4
-        else:
-            taken = wanted
-        return min(given, taken) if eta == 1.0 else given
+        # Trained roles have float32 master weights; copies of them do not.
+        if trained:
+            source_width = 4
+        is_own_engine = target[1] == self._meshes[target[0]]
+        if self._experiment.roles[target[0]].trained and is_own_engine:
+            target_width = 4
+        return min(source_width, target_width) if eta == 1.0 else source_width
 
     def _get_node(self, rank: int) -> int:
         return self._hosts.index(self._hosts[rank])

@@ -105,7 +105,8 @@ class Worker:
         node = self.calls[name]
         mesh = self._meshes[name]
         ids = collect_owners(minibatches)
-        where = f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
+        first_ids = ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
+        description = f"node {name!r} (role {node.role!r}, {len(ids)} ids: {first_ids})"
         started = time.time()
         clock = time.perf_counter()
         try:
@@ -126,15 +127,15 @@ class Worker:
                 if node.cache:
                     result = self._call_with_cache(node, name, model, batch)
                 else:
-                    given = take_samples(batch, minibatches) if node.trains else batch
-                    result = getattr(self._interfaces[name], node.method)(model, given)
+                    inputs = take_samples(batch, minibatches) if node.trains else batch
+                    result = getattr(self._interfaces[name], node.method)(model, inputs)
                 self._run_hooks(node.post_hooks, model, mesh, before=False)
                 outputs = to_edge_outputs(node, result.outputs, ids)
         except RunError as error:
             kind = NotFinite if isinstance(error, NotFinite) else RunError
-            raise kind(f"{where}: {error}") from error
+            raise kind(f"{description}: {error}") from error
         except Exception as error:
-            error.add_note(f"in {where}")
+            error.add_note(f"in {description}")
             raise
         measured = {STARTED: started, SECONDS: time.perf_counter() - clock}
         # Neither torch nor the process knows the memory of accelerators that JAX uses.
@@ -211,23 +212,23 @@ class Worker:
         own = own or point
         self.roles.save_state(point / ENGINES_FOLDER)
         stateful = {}
-        for n, node in self.calls.items():
+        for name, node in self.calls.items():
             has_state = implements_method(node.interface, "state_dict")
-            if has_state and self._rank in self._meshes[n].ranks:
-                stateful[n] = self._interfaces[n].state_dict()
+            if has_state and self._rank in self._meshes[name].ranks:
+                stateful[name] = self._interfaces[name].state_dict()
         write_state(own / INTERFACES_FILE, stateful)
         write_samples(own, self._store)
 
-    def load_state(self, point: Path, held: Sequence[Path]) -> None:
+    def load_state(self, point: Path, folders: Sequence[Path]) -> None:
         """Load the recovery point in the directory `point`, written by any number of devices.
 
-        The tensors in the folders `held` are added to the tensor store.
+        The tensors in `folders` are added to the tensor store.
         """
         self.roles.load_state(point / ENGINES_FOLDER)
         for name, state in read_interfaces(point).items():
             if self._rank in self._meshes[name].ranks:
                 self._interfaces[name].load_state_dict(state)
-        for sample in read_samples(held):
+        for sample in read_samples(folders):
             self._store.put(sample)
 
     def _run_hooks(self, hooks: Iterable[Hook], model: Model, mesh: Mesh, *, before: bool) -> None:

@@ -129,21 +129,28 @@ def make_dataset_class(
             f"dataset type {name!r}: define {function.__qualname__} at the top of a module or file"
         )
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    own = list(inspect.signature(function).parameters)[1:]
+    function_parameters = list(inspect.signature(function).parameters)[1:]
 
     def build(
         util: DatasetUtility, path: str, split: str | None = None, **options: Any
     ) -> RowDataset:
-        given = {}
+        row_options = {}
         for key, value in options.items():
             if value is not None or key not in shipped.default_options:
-                given[key] = value
-        # Separate the options of the function from those of the form.
-        of_function = {key: given.pop(key) for key in own if key in given}
-        inner, lengths = split_options(shipped.form, {**shipped.default_options, **given})
-        where = function.__module__, str(Path(file).resolve()), function.__qualname__
+                row_options[key] = value
+        # Separate the options of the function from the options of the form.
+        of_function = {}
+        for key in function_parameters:
+            if key in row_options:
+                of_function[key] = row_options.pop(key)
+        inner, lengths = split_options(shipped.form, {**shipped.default_options, **row_options})
+        location = function.__module__, str(Path(file).resolve()), function.__qualname__
         return RowDataset(
-            RowFunctionEncoder(rows, inner, *where, digest, of_function), lengths, util, path, split
+            RowFunctionEncoder(rows, inner, *location, digest, of_function),
+            lengths,
+            util,
+            path,
+            split,
         )
 
     build.__module__ = function.__module__

@@ -188,9 +188,9 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
     tokenizer = util.tokenizer
     head = list[int]()
     if tokenizer.additions.prefix is not None:
-        alone = [{"role": "system", "content": tokenizer.additions.prefix}]
+        system_only = [{"role": "system", "content": tokenizer.additions.prefix}]
         try:
-            written = tokenizer.additions.prefix.strip() in tokenizer.render(alone)
+            written = tokenizer.additions.prefix.strip() in tokenizer.render(system_only)
         except DataError:
             written = False
         if not written:
@@ -200,7 +200,7 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
                 f"no system message by itself; use one that does "
                 f"({tokenizer.option}.chat_template=chatml), or leave one out"
             )
-        head = tokenizer.encode_chat(alone)
+        head = tokenizer.encode_chat(system_only)
     return RandomWindow(lengths.max_seqlen, util.random_window, head, tokenizer.bos_id)
 
 
@@ -222,12 +222,12 @@ def split_options(
                 hint = f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
     hints = {**get_type_hints(LengthLimits), **get_type_hints(form)}
-    given = {}
+    values = {}
     for name, value in options.items():
-        given[name] = coerce(value, hints[name], f"dataset.args.{name}")
-    chosen = form(**{name: value for name, value in given.items() if name in of_form})
+        values[name] = coerce(value, hints[name], f"dataset.args.{name}")
+    chosen = form(**{name: value for name, value in values.items() if name in of_form})
     return chosen, LengthLimits(
-        **{name: value for name, value in given.items() if name in of_lengths}
+        **{name: value for name, value in values.items() if name in of_lengths}
     )
 
 
@@ -245,13 +245,13 @@ class TableDataset:
     def __init__(
         self, util: DatasetUtility, path: str, split: str | None = None, **options: Any
     ) -> None:
-        given = {}
+        set_options = {}
         for name, value in options.items():
             if value is not None or name not in self.default_options:
-                given[name] = value
+                set_options[name] = value
         self.table: TokenTable | BackgroundTokenTable
         self.table, self.epoch_samples = build_table(
-            self.form, util, path, split, {**self.default_options, **given}
+            self.form, util, path, split, {**self.default_options, **set_options}
         )
 
     def __len__(self) -> int:
@@ -416,15 +416,15 @@ def encode_continuations(
     """
     conversations = []
     for number, reply in enumerate(replies, 1):
-        where = f" of continuation {number}" if len(replies) > 1 else ""
-        check_replies(reply, where, may_be_empty=may_be_empty)
+        label = f" of continuation {number}" if len(replies) > 1 else ""
+        check_replies(reply, label, may_be_empty=may_be_empty)
         before = [{**message, "train": False} for message in context]
         conversations.append(tokenizer.mask_chat([*before, *reply], tools))
-    unused = frozenset().union(*(each.unused for each in conversations))
-    cut = merge_omissions(cut for each in conversations for cut in each.cut)
+    unused = frozenset().union(*(conversation.unused for conversation in conversations))
+    cut = merge_omissions(cut for conversation in conversations for cut in conversation.cut)
     return build_group(
-        [each.ids for each in conversations],
-        [each.mask for each in conversations],
+        [conversation.ids for conversation in conversations],
+        [conversation.mask for conversation in conversations],
         unused=unused,
         cut=cut,
         **more,
@@ -506,7 +506,9 @@ class EpochSamples:
         if isinstance(form, PartEncoder):
             return form.encode_part(row, tokenizer, id)
         samples: list[EncodedSample] = form.encode(row, tokenizer)
-        return next(one for one in samples if not one.part or id.endswith(f"/{one.part}"))
+        return next(
+            sample for sample in samples if not sample.part or id.endswith(f"/{sample.part}")
+        )
 
     @cached_property
     def _source_rows(self) -> list[Row]:

@@ -197,8 +197,8 @@ def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
     The last message of each conversation is never counted, since it is the reply.
     """
     shared = 0
-    for one, other in zip(*talks, strict=False):
-        if one != other:
+    for first, second in zip(*talks, strict=False):
+        if first != second:
             break
         shared += 1
     return min(shared, *(len(talk) - 1 for talk in talks))

@@ -41,7 +41,7 @@ from weft.registry import register_dataset
 from weft.storage.buckets import is_remote
 from weft.storage.copies import copy_file
 
-# metadata: a prompt's messages, for roles that read the text in a form of their own
+# metadata: a prompt's messages, for roles that render them differently
 MESSAGES = "prompt_messages"
 # metadata: a prompt's text without the form of the actor, for roles with `prompt_prefix` or
 # `prompt_suffix`
@@ -220,7 +220,7 @@ def read_fixed_prompts(
     `eval_prompts`.
     """
     tokens: list[list[int]] = []
-    wrong: list[str] = []
+    problems: list[str] = []
     for place, row in read_prompt_rows(path):
         try:
             ids = _encode_prompt(row, tokenizer, as_chat=as_chat)
@@ -231,12 +231,12 @@ def read_fixed_prompts(
                 )
             tokens.append(ids)
         except (BadRow, DataError) as error:
-            wrong.append(f"{place}: {error}")
-            if len(wrong) == MAX_REPORTED:
+            problems.append(f"{place}: {error}")
+            if len(problems) == MAX_REPORTED:
                 break
-    if wrong:
+    if problems:
         raise DataError(
-            "\n".join([f"eval_prompts={path}: these rows are not valid prompts:", *wrong])
+            "\n".join([f"eval_prompts={path}: these rows are not valid prompts:", *problems])
         )
     if not tokens:
         raise DataError(f"eval_prompts={path}: there are no prompts in it")

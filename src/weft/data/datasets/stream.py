@@ -3,7 +3,8 @@
     dataset.type=stream dataset.path=gs://B/rows dataset.args='{form: text, batch: 32, steps: 1000}'
 
 Nothing is copied to this machine and nothing is shuffled. An epoch is `steps` batches of `batch`
-samples; the next epoch goes on where it ended, and after the last row the first one follows.
+samples. The next epoch continues after the last row that was read, and the first row follows the
+last one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.data.tokenizing import encode_rows, format_reports, make_job
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets, register_dataset
 
-MOST_SKIPPED = 100_000  # rows in a row that are too long, before the options are taken for wrong
+MOST_SKIPPED = 100_000  # maximum number of consecutive rows that are too long
 
 
 @register_dataset("stream")
@@ -30,7 +31,7 @@ class StreamedRows:
     """Dataset of whole batches, encoded by another dataset type, `form`.
 
     `batch` is the number of samples of a batch, and `steps` the number of batches of an epoch. The
-    other options are those of `form`. Raises `ConfigError` for other forms and numbers.
+    other options are the options of `form`. Raises `ConfigError` for other forms and numbers.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class StreamedRows:
                 f"dataset.args.form={form}: must be a dataset type whose rows weft tokenizes, such "
                 f"as prompt_answer, chat or text"
             )
-        given = {name: value for name, value in options.items() if value is not None}
-        parts = split_options(kind.form, {**kind.default_options, **given})
+        set_options = {name: value for name, value in options.items() if value is not None}
+        parts = split_options(kind.form, {**kind.default_options, **set_options})
         self._job = make_job(*parts, util.tokenizer)
         self._job.form.check(util.tokenizer)
         self._rows = RowStream(path)
         self._columns = util.columns
         self._batch = batch
         self._steps = steps
-        self._number = 0  # rows that were read
+        self._number = 0  # number of rows read so far
 
     @property
     def num_ids(self) -> int:
@@ -70,7 +71,7 @@ class StreamedRows:
         return self._steps
 
     def __iter__(self) -> Iterator[SequenceSample]:
-        """Yield the following batches; unlike with other datasets, they are not the first ones."""
+        """Yield the batches from the current position on, which need not be the first row."""
         while True:
             yield self._build_batch()
 
@@ -103,8 +104,8 @@ class StreamedRows:
             skipped = 0 if samples else skipped + 1
             if skipped > MOST_SKIPPED:
                 raise DataError(f"{place}: the last {skipped:,} rows are longer than the limits")
-            for _, own, sample in samples:
-                ids.append(f"{self._number}" if own is None else f"{self._number}-{own}")
+            for _, own_id, sample in samples:
+                ids.append(f"{self._number}" if own_id is None else f"{self._number}-{own_id}")
                 encoded.append(sample)
                 numbers.append(self._number)
             self._number += 1

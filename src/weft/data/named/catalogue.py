@@ -72,30 +72,30 @@ class CatalogueEntry:
                 f"{where}: {name}: must be a mapping such as {{reader: pairs, repo: OWNER/NAME, "
                 f"modes: [rm]}}"
             )
-        known = {spec.name for spec in fields(cls)} - {"name", "options"}
-        given = {key: item for key, item in value.items() if key in known}
+        field_names = {spec.name for spec in fields(cls)} - {"name", "options"}
+        values = {key: item for key, item in value.items() if key in field_names}
         options = {}
         for key, item in value.items():
-            if key not in known:
+            if key not in field_names:
                 options[key] = item
         for key in ("reader", "modes"):
-            if not given.get(key):
+            if not values.get(key):
                 close = find_nearest(key, options, 1)
                 hint = f"; is {close[0]!r} meant?" if close else ""
                 raise ConfigError(f"{where}: {name}: {key} is missing{hint}")
-        for key, item in given.items():
+        for key, item in values.items():
             if key in SEVERAL:
-                given[key] = tuple(item) if isinstance(item, list | tuple) else (item,)
+                values[key] = tuple(item) if isinstance(item, list | tuple) else (item,)
             elif item is not None and not isinstance(item, str):
                 raise ConfigError(f"{where}: {name}: {key}={item!r}: must be text")
-        wrong = [mode for mode in given["modes"] if mode not in MODES]
-        if wrong:
-            raise ConfigError(f"{where}: {name}: modes={wrong}: must be of {', '.join(MODES)}")
-        if given.get("repo") and given.get("url"):
+        unknown = [mode for mode in values["modes"] if mode not in MODES]
+        if unknown:
+            raise ConfigError(f"{where}: {name}: modes={unknown}: must be of {', '.join(MODES)}")
+        if values.get("repo") and values.get("url"):
             raise ConfigError(
                 f"{where}: {name}: repo and url exclude each other; keep the one that it comes from"
             )
-        return cls(name=name, options=options, **given)
+        return cls(name=name, options=options, **values)
 
     @property
     def origin(self) -> str:
@@ -107,6 +107,7 @@ class CatalogueEntry:
 
 
 FOLDER = Path(__file__).parent / "entries"
+# languages of pairs in names such as wmt2019_zh-en
 LANGUAGES = (
     "ar",
     "de",
@@ -120,7 +121,7 @@ LANGUAGES = (
     "ko",
     "ja",
     "zh",
-)  # languages of pairs in names such as wmt2019_zh-en
+)
 PAIR = "{source}-{target}"
 
 
@@ -131,14 +132,14 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     no such entry, suggesting similar names, or if the name contains an unknown language (as in
     wmt2019_zh-xx).
     """
-    known = _load_entries(files)
-    match = known.get(name) or known.get(name.lower())
+    entries = _load_entries(files)
+    match = entries.get(name) or entries.get(name.lower())
     if match is not None and PAIR not in match.name:
         return match
-    for entry in known.values():
+    for entry in entries.values():
         if PAIR in entry.name and re.match(entry.name.removesuffix(PAIR), name):
             return _build_language_pair(entry, name)
-    raise build_unknown_name_error("dataset", name, known)
+    raise build_unknown_name_error("dataset", name, entries)
 
 
 def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
@@ -214,7 +215,7 @@ def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
     if (
         len(languages) != 2
         or languages[0] == languages[1]
-        or any(each not in LANGUAGES for each in languages)
+        or any(language not in LANGUAGES for language in languages)
     ):
         shape = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(

@@ -176,27 +176,27 @@ def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
 
     Returns None if the example lacks something that the mode needs, such as a second reply.
     """
-    own = {} if example.id is None else {"id": example.id}
+    id_column = {} if example.id is None else {"id": example.id}
     plain = not example.context
     if plain and mode == "rl":
         return None
     if mode == "rl":
-        return "prompt", {**own, "prompt": list(example.context), **example.columns}
+        return "prompt", {**id_column, "prompt": list(example.context), **example.columns}
     if mode == "rm":
         if len(example.replies) < 2:
             return None
         prompt: Any = example.text or "" if plain else list(example.context)
         return "ranking", {
-            **own,
+            **id_column,
             "prompt": prompt,
             "replies": [reply["content"] for reply in example.replies],
         }
     if plain and not example.replies:
-        return "text", {**own, "text": example.text}
+        return "text", {**id_column, "text": example.text}
     if plain:
-        return "text", {**own, "text": (example.text or "") + example.replies[0]["content"]}
+        return "text", {**id_column, "text": (example.text or "") + example.replies[0]["content"]}
     if example.replies:
-        return ("chat", {**own, "messages": [*example.context, example.replies[0]]})
+        return ("chat", {**id_column, "messages": [*example.context, example.replies[0]]})
     return None
 
 

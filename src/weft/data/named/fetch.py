@@ -92,10 +92,10 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
         return choose_files(entry, folder)
     if entry.repo is not None:
         try:
-            held = Path(
+            copy = Path(
                 huggingface_hub.snapshot_download(**_build_request(entry), local_files_only=True)
             )
-            return choose_files(entry, held)
+            return choose_files(entry, copy)
         except (LocalEntryNotFoundError, HfHubHTTPError, DataError, OSError):
             return None
     return None
@@ -235,9 +235,9 @@ def _build_request(entry: CatalogueEntry) -> dict[str, Any]:
     They select the files that match the entry's patterns, or all data files of its configuration.
     """
     patterns = []
-    for which in (entry.train, entry.valid):
-        if which is not None and _is_pattern(which):
-            patterns.append(which)
+    for selection in (entry.train, entry.valid):
+        if selection is not None and _is_pattern(selection):
+            patterns.append(selection)
     folder = entry.config or ("default" if entry.revision == PARQUET_REVISION else None)
     if not patterns:
         patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]

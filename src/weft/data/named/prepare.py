@@ -165,36 +165,39 @@ def _split_options(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide options into (options of the reader, options of the dataset type).
 
-    The reader's options are those of the entry, overridden by the user's `args`. Raises
+    The reader's options are the options of the entry, overridden by the user's `args`. Raises
     `ConfigError` for unknown options, and if an option that the reader requires is missing.
     """
-    known = list_reader_options(reader)
+    reader_options = list_reader_options(reader)
     of_type = set()
     for kind in (datasets.get(TYPES[mode]).form, LengthLimits):
         for spec in fields(kind):
             of_type.add(spec.name)
     for name in args:
-        if name not in known and name not in of_type:
-            close = find_nearest(name, [*known, *of_type])
+        if name not in reader_options and name not in of_type:
+            close = find_nearest(name, [*reader_options, *of_type])
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
-                hint = f"known: {', '.join(known)}"
+                hint = f"known: {', '.join(reader_options)}"
             raise ConfigError(f"{entry.name}: {name}={args[name]!r}: no such argument; {hint}")
-    wrong = [name for name in entry.options if name not in known]
-    if wrong:
+    unknown = [name for name in entry.options if name not in reader_options]
+    if unknown:
         raise ConfigError(
-            f"{entry.name}: reader {entry.reader} has no option {wrong[0]!r}; known: "
-            f"{', '.join(known)}"
+            f"{entry.name}: reader {entry.reader} has no option {unknown[0]!r}; known: "
+            f"{', '.join(reader_options)}"
         )
-    options = {**entry.options, **{name: value for name, value in args.items() if name in known}}
+    options = {
+        **entry.options,
+        **{name: value for name, value in args.items() if name in reader_options},
+    }
     try:
         inspect.signature(reader).bind(None, None, **options)
     except TypeError as error:
         raise ConfigError(
             f"{entry.name}: reader {entry.reader}: {error}; set it in the entry"
         ) from error
-    return options, {name: value for name, value in args.items() if name not in known}
+    return options, {name: value for name, value in args.items() if name not in reader_options}
 
 
 def _read_report(folder: Path) -> dict[str, Any] | None:
@@ -222,10 +225,18 @@ class _DatasetConversion:
         else:
             code = ""
         places = [str(file) for file in (*files.train, *files.valid)]  # used in error messages
-        known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code, places]
+        settings = [
+            VERSION,
+            asdict(self.entry),
+            self.options,
+            self.mode,
+            asdict(split),
+            code,
+            places,
+        ]
         contents = [hash_content(files.train), hash_content(files.valid)]
         return hashlib.sha256(
-            json.dumps([known, contents], sort_keys=True, default=str).encode()
+            json.dumps([settings, contents], sort_keys=True, default=str).encode()
         ).hexdigest()[:24]
 
     def write_rows(
@@ -236,7 +247,7 @@ class _DatasetConversion:
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
         counted = ReaderContext(self.entry.name, self.mode)
-        own = files.valid if split.own else []
+        valid_files = files.valid if split.own else []
         try:
             # Write the rows to temporary files.
             with (
@@ -246,13 +257,13 @@ class _DatasetConversion:
             ):
                 dataset_type, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
-                if own:
-                    of_valid, held = self._write(
-                        own, valid, replace(counted, training=False), start=len(groups)
+                if valid_files:
+                    of_valid, valid_groups = self._write(
+                        valid_files, valid, replace(counted, training=False), start=len(groups)
                     )
-                    counts[1], dataset_type = len(held), dataset_type or of_valid
+                    counts[1], dataset_type = len(valid_groups), dataset_type or of_valid
             # Hold out rows for validation if the source has no validation split.
-            if split.share > 0 and not own:
+            if split.share > 0 and not valid_files:
                 counts = _divide_rows(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):
                 rename(part, resolve_destination(name))
@@ -344,16 +355,17 @@ class _FileRows:
         self.place = RowLocation(f"{format_file_name(self.entry, self.files[0])}{more}", 0)
 
 
-def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the rows marked in `held` from the training file to the validation file.
+def _divide_rows(parts: Sequence[Path], is_held_out: Sequence[bool]) -> list[int]:
+    """Move the rows marked in `is_held_out` from the training file to the validation file.
 
-    `parts` are the two files, and `held` has one value per row of the training file. Returns the
-    row counts of both files.
+    `parts` are the two files, and `is_held_out` has one value per row of the training file. Returns
+    the row counts of both files.
     """
-    whole = parts[0].with_name(f"{parts[0].name}.all")
-    rename(parts[0], whole)
-    with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
-        for line, out in zip(lines, held, strict=True):
-            (valid if out else train).write(line)
-    whole.unlink()
-    return [len(held) - sum(held), sum(held)]
+    all_rows = parts[0].with_name(f"{parts[0].name}.all")
+    rename(parts[0], all_rows)
+    with all_rows.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
+        for line, out in zip(lines, is_held_out, strict=True):
+            target = valid if out else train
+            target.write(line)
+    all_rows.unlink()
+    return [len(is_held_out) - sum(is_held_out), sum(is_held_out)]

@@ -131,7 +131,7 @@ class GenerationCaches(Protocol):
 
 
 class CacheProvider(Protocol):
-    """Interface of what gives each of an engine's generators its caches."""
+    """Interface of an object that provides caches for the generators of an engine."""
 
     @property
     def num_bytes(self) -> int:
@@ -155,9 +155,9 @@ def _run_prefill(
 ) -> Tensor:
     """Compute prompts in one pass, as `GenerationCaches.prefill` describes.
 
-    A pass that is too short is filled up behind the last prompt.
+    If the pass has fewer than `min_rows` tokens, padding is added after the last prompt.
     """
-    lengths = [len(own) for own in tokens]
+    lengths = [len(prompt) for prompt in tokens]
     missing = max(0, caches.min_rows - sum(lengths))
     padded = [*tokens[:-1], torch.nn.functional.pad(tokens[-1], (0, missing))]
     packed = cache.extend(slots, padded)
@@ -172,13 +172,12 @@ def build_caches(
     network: Decoder, device: torch.device, budget: GenerationBudget
 ) -> GenerationCaches:
     config, rope = network.config, network.config.rope
-    fixed = (
-        rope is None or rope.scaling not in LENGTH_DEPENDENT_SCALINGS
-    )  # whether cached keys never change
-    reads = _can_flash_read_pages(config, device, next(network.parameters()).dtype) or flex.serves(
-        device, config.head_dim
-    )
-    if network.can_read_pages and fixed and reads:
+    # With a rotation that depends on the sequence's length, cached keys change.
+    keys_are_fixed = rope is None or rope.scaling not in LENGTH_DEPENDENT_SCALINGS
+    can_read = _can_flash_read_pages(
+        config, device, next(network.parameters()).dtype
+    ) or flex.serves(device, config.head_dim)
+    if network.can_read_pages and keys_are_fixed and can_read:
         return PageCaches(network, device, budget)
     return SlotCaches(network, device, budget)
 
@@ -211,8 +210,10 @@ class SlotCaches:
         self.blocks = SlotManager(
             budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._uses_kernels
         )
-        alone = self._uses_kernels and network.config.experts is None  # torch computes the experts
-        self.min_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
+        runs_in_kernel = (
+            self._uses_kernels and network.config.experts is None
+        )  # torch computes experts
+        self.min_rows = LEAST_ROWS if device.type == "cpu" and not runs_in_kernel else 1
 
     def create_cache(self, room: int | None = None) -> KVCache:
         slots, room = self._compute_size() if room is None else (1, in_vectors(room, self.device))
@@ -474,14 +475,14 @@ def identify_storage(network: Decoder) -> Hashable:
     Graphs become invalid if the computation or the addresses of the memory that they read change.
     The value consists of the addresses of the tensors and the active adapters.
     """
-    tensors = [kernels.get_address(x) for x in network.parameters()]
+    identity: list[Hashable] = [kernels.get_address(tensor) for tensor in network.parameters()]
     if isinstance(network, torch.nn.Module):
-        for x in network.buffers():
-            tensors.append(kernels.get_address(x))
+        for tensor in network.buffers():
+            identity.append(kernels.get_address(tensor))
         for module in network.modules():
             if isinstance(module, Adapter | PrefixKeysValues):
-                tensors.append(module.active)
-    return tuple(tensors)
+                identity.append(module.active)
+    return tuple(identity)
 
 
 def choose_default_budget(
@@ -528,9 +529,9 @@ def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_byte
             return share
         return min(share, int(FREE_SHARE * free_bytes(device)) + cache_bytes)
     requested_bytes = int(kv_cache_gb * GIGABYTE)
-    if device.type == "cuda" and requested_bytes > (there := free_bytes(device) + cache_bytes):
+    if device.type == "cuda" and requested_bytes > (available := free_bytes(device) + cache_bytes):
         raise ConfigError(
-            f"gen.kv_cache_gb={kv_cache_gb:g}: {there / GIGABYTE:.1f} GiB are free on {device}; "
-            f"lower it, or leave it out"
+            f"gen.kv_cache_gb={kv_cache_gb:g}: {available / GIGABYTE:.1f} GiB are free on "
+            f"{device}; lower it, or leave it out"
         )
     return requested_bytes

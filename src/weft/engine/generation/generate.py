@@ -86,7 +86,7 @@ def open_generator(
     network.train(False)
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
-        kept_outside = reusable_caches is not None
+        is_provided = reusable_caches is not None
         reusable_caches = reusable_caches or ReusablePageCaches()
         dtype = next(network.parameters()).dtype
         budget = budget or choose_default_budget(
@@ -99,7 +99,7 @@ def open_generator(
             yield generator
         finally:
             generator.close()
-            if not kept_outside:
+            if not is_provided:
                 reusable_caches.drop()
     finally:
         network.train(mode)
@@ -154,15 +154,12 @@ class BatchGenerator:
         self._batch = DecodeBatch()
         self._multi_step = self._caches.build_multi_step_decoder(self._batch, self._settings)
         self._cache: SequenceCache | None = None
-        self._wait_for_tokens: Callable[[], SampledRows] | None = (
-            None  # waits for the tokens of the step in progress
-        )
-        self._prefill_caches: dict[
-            PromptPrefix | Prefill, SequenceCache
-        ] = {}  # caches of shared prefixes and of unfinished prompts
-        self._sampling_keys: dict[
-            tuple[str, int], tuple[int, randomness.Key]
-        ] = {}  # settings and key
+        # waits for the tokens of the step in progress
+        self._wait_for_tokens: Callable[[], SampledRows] | None = None
+        # caches of shared prefixes and of unfinished prompts
+        self._prefill_caches: dict[PromptPrefix | Prefill, SequenceCache] = {}
+        # sequence -> (index of its settings, key of its random numbers)
+        self._sampling_keys: dict[tuple[str, int], tuple[int, randomness.Key]] = {}
         self._stop_texts: dict[tuple[str, int], StopTextDetector] = {}
 
     @property
@@ -231,14 +228,14 @@ class BatchGenerator:
         self._close_unused_caches(plan.chunks)
         if self._cache is not None:
             self._caches.resize(self._cache)
-        ahead = self._multi_step
+        multi_step = self._multi_step
         count = len(self._batch)
-        if ahead and count:
-            taken = ahead.take(self._get_cache(), joined=bool(plan.chunks))
+        if multi_step and count:
+            next_rows = multi_step.take(self._get_cache(), joined=bool(plan.chunks))
         else:
-            taken = None
-        if taken:
-            self._wait_for_tokens = sample_locally(lambda: taken, count)
+            next_rows = None
+        if next_rows:
+            self._wait_for_tokens = sample_locally(lambda: next_rows, count)
             return
         if count:
             first = self._caches.decode_and_sample(self._get_cache(), self._batch, self._settings)
@@ -302,10 +299,10 @@ class BatchGenerator:
         """
         states = []
         leaders = []
-        fresh = []
+        whole_chunks = []
         for chunk in chunks:
             if chunk.is_whole and chunk.prefill.new_prefix is None:
-                fresh.append(chunk)
+                whole_chunks.append(chunk)
         for chunk in chunks:
             if chunk.is_whole and chunk.prefill.new_prefix is None:
                 continue
@@ -315,10 +312,10 @@ class BatchGenerator:
                 leaders.append(
                     (self._get_cache().take(self._prefill_caches[chunk.prefill]), chunk.prefill)
                 )
-        if fresh:
-            slots, last = self._prefill_whole([chunk.prefill for chunk in fresh])
+        if whole_chunks:
+            slots, last = self._prefill_whole([chunk.prefill for chunk in whole_chunks])
             states.append(last)
-            leaders += zip(slots, (chunk.prefill for chunk in fresh), strict=True)
+            leaders += zip(slots, (chunk.prefill for chunk in whole_chunks), strict=True)
         for _, fill in leaders:
             self._add_row(fill.sequences[0])
         ends = list(states)
@@ -387,14 +384,14 @@ class BatchGenerator:
         """Sample one token for each of the batch's last m rows, given `states` [m, hidden]."""
         rows = self._batch
         count = len(states)
-        own = slice(len(rows) - count, len(rows))
+        last_rows = slice(len(rows) - count, len(rows))
         missing = max(0, self._min_rows - count)
-        numbers = np.ascontiguousarray(rows.compute_uniforms(1)[0, own])
+        numbers = np.ascontiguousarray(rows.compute_uniforms(1)[0, last_rows])
         logits = self._head.compute_logits(pad(states, (0, 0, 0, missing)) if missing else states)[
             :count
         ]
         return self._settings.sample(
-            logits, put(numbers, self._device), rows.settings[own], rows.count[own]
+            logits, put(numbers, self._device), rows.settings[last_rows], rows.count[last_rows]
         )
 
     def _record_tokens(
@@ -490,29 +487,29 @@ def _compute_limit(network: LanguageNetwork, request: Request, most: int) -> int
     """
     config = network.config
     vocab_size = network.vocab_size
-    if (worst := max(request.prompt, default=0)) >= vocab_size or (
-        worst := min(request.prompt, default=0)
+    if (unknown_id := max(request.prompt, default=0)) >= vocab_size or (
+        unknown_id := min(request.prompt, default=0)
     ) < 0:
         raise DataError(
-            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to "
+            f"id {request.id!r}: the prompt holds token {unknown_id}, and the model knows 0 to "
             f"{vocab_size - 1}; "
             "use the model's own tokenizer"
         )
     if request.max_new_tokens is None:
-        wanted = most
+        limit = most
     else:
-        wanted = min(most, request.max_new_tokens)
-    if wanted < 1:
+        limit = min(most, request.max_new_tokens)
+    if limit < 1:
         raise DataError(
-            f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token"
+            f"id {request.id!r}: max_new_tokens={limit}; a completion has at least 1 token"
         )
     if len(request.prompt) == 0:
         raise DataError(
-            f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
+            f"id {request.id!r}: the prompt is empty, and a model needs a token to continue from; "
             "set tokenizer.add_bos_token=true or leave the row out"
         )
     if config.learned_positions is None:
-        return wanted
+        return limit
     positions = config.learned_positions - config.position_offset - network.prefix_tokens
     room = positions - len(request.prompt)
     if room < 1:
@@ -520,7 +517,7 @@ def _compute_limit(network: LanguageNetwork, request: Request, most: int) -> int
             f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
             f"{positions} positions of this model; lower dataset.max_prompt_len"
         )
-    return min(wanted, room)
+    return min(limit, room)
 
 
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:

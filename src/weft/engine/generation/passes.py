@@ -321,24 +321,24 @@ def _supports_network(network: Decoder) -> bool:
             return False
         if isinstance(module, Linear) and (len(module.adapters) or module.is_quantized):
             return False
-    whole = network.is_first_stage and network.is_last_stage
-    return whole and type(network.embed) is Embedding
+    is_whole = network.is_first_stage and network.is_last_stage
+    return is_whole and type(network.embed) is Embedding
 
 
 def _collect_weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     config = network.config
-    drawn = None
+    head = None
     if network.kind == "lm" and config.final_softcap is None:
         projection = network.projection
         if projection.weight.shape == network.embed.weight.shape:
-            drawn = LinearWeights(projection.weight, projection.bias)
+            head = LinearWeights(projection.weight, projection.bias)
     blocks = [block for block in network.blocks if isinstance(block, Block)]
     stored = zip(blocks, cache.keys, cache.values, strict=True)
     return NetworkWeights(
         embedding=network.embed.weight,
-        blocks=[_collect_block_weights(*each) for each in stored],
+        blocks=[_collect_block_weights(*block_parts) for block_parts in stored],
         norm=_get_norm_weight(network.norm),
-        head=drawn,
+        head=head,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -384,9 +384,8 @@ def _get_norm_weight(norm: Norm) -> Tensor:
 
 def _build_prefix_rows(prefix: KVCache, rows: Tensor) -> PrefixRows:
     stored = []
-    for pair in zip(prefix.keys, prefix.values, strict=True):
-        for x in pair:
-            stored.append(x)
+    for keys, values in zip(prefix.keys, prefix.values, strict=True):
+        stored += [keys, values]
     return PrefixRows(rows, int(prefix.used[0]), prefix.capacity, stored)
 
 
@@ -402,9 +401,8 @@ class MultiStepDecoder:
         self._passes = passes
         self._rows = rows
         self._settings = settings
-        self._pending_tokens: list[
-            SampledRows
-        ] = []  # tokens of the steps not yet returned, the next one last
+        # tokens of the steps that are not returned yet, the next one last
+        self._pending_tokens: list[SampledRows] = []
         self._credit = MAX_CREDIT
         self._seconds = MAX_SECONDS  # seconds of one step
 
@@ -420,7 +418,7 @@ class MultiStepDecoder:
         are in the cache. Returns None if the caller must compute the step itself. This is always
         the case if `joined` is True, which means that the step also computes prompts.
         """
-        # the memory of the cache or of the weights has changed
+        # Discard computed steps if the memory of the cache or of the weights has moved.
         if joined or not self._passes.is_ready(cache):
             self.drop()
         self._credit = min(MAX_CREDIT, self._credit + CREDIT_PER_STEP)

@@ -32,9 +32,8 @@ from weft.options import validate
 
 CDF_BLOCK = 128  # ids per block of the two-level search in the CDF
 RANKED_IDS = 1024  # likeliest ids examined before a whole row is sorted
-MAX_PROBABILITIES = (
-    1 << 19
-)  # probabilities that a CPU processes at once: 2 MB, which fit into its caches
+# probabilities that a CPU processes at once: 2 MB, which fit into its caches
+MAX_PROBABILITIES = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,7 @@ def sample(
     if logits.is_mps:
         logits = logits.cpu()
         uniforms = uniforms.cpu()
-        if banned is None:
-            banned = None
-        else:
+        if banned is not None:
             banned = TokenBan(banned.rows.cpu(), banned.ids.cpu())
     copies = (
         banned is not None
@@ -136,9 +133,7 @@ def find_top_logprobs(
     """
     if logits.is_mps:
         logits = logits.cpu()
-        if banned is None:
-            banned = None
-        else:
+        if banned is not None:
             banned = TokenBan(banned.rows.cpu(), banned.ids.cpu())
     scores = _scale_logits(logits, spec)
     allowed = scores if banned is None else banned.apply(scores)
@@ -172,8 +167,8 @@ def _sample_part(
     if not restricts_vocabulary(spec, logits.shape[-1]):
         return SampledTokens(*_sample_tokens(allowed, scores, uniforms))
     support_mask = select_support(allowed.double(), spec)
-    among = scores.masked_fill(~support_mask, -math.inf)
-    return SampledTokens(*_sample_tokens(among, among, uniforms), support_mask)
+    kept_scores = scores.masked_fill(~support_mask, -math.inf)
+    return SampledTokens(*_sample_tokens(kept_scores, kept_scores, uniforms), support_mask)
 
 
 def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
@@ -253,8 +248,8 @@ def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
     threshold = _select(ranked, count - 1).unsqueeze(-1)
     above = scores > threshold
     level = scores == threshold
-    wanted = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
-    return mask & (above | (level & (level.cumsum(dim=-1) <= wanted)))
+    num_of_level = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
+    return mask & (above | (level & (level.cumsum(dim=-1) <= num_of_level)))
 
 
 def list_supports(mask: Tensor) -> list[list[int]]:
@@ -378,26 +373,26 @@ class SettingsTable:
     def seed(self) -> int:
         return self._default_spec.seed
 
-    def find_index(self, given: GenerationSpec | None) -> int:
+    def find_index(self, sampling: GenerationSpec | None) -> int:
         """Return the index of a request's settings in this table, and add them if they are new.
 
-        If `given` is None, the result is 0, the index of the generator's own settings. A request's
-        values of `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb` are
-        replaced by the generator's. The generator's stop ids apply to all requests. Raises
+        If `sampling` is None, the result is 0, the index of the generator's own settings. A
+        request's values of `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb`
+        are replaced by the generator's. The generator's stop ids apply to all requests. Raises
         `ConfigError` for values out of range, and for stop texts without a tokenizer.
         """
-        if given is None:
+        if sampling is None:
             return 0
-        if id(given) not in self._index_by_id:
-            validate(given, "sampling.")
-            own = self._default_spec
+        if id(sampling) not in self._index_by_id:
+            validate(sampling, "sampling.")
+            default = self._default_spec
             spec = replace(
-                given,
-                seed=own.seed,
-                tokenizer=own.tokenizer,
-                record_support=own.record_support,
-                max_support=own.max_support,
-                kv_cache_gb=own.kv_cache_gb,
+                sampling,
+                seed=default.seed,
+                tokenizer=default.tokenizer,
+                record_support=default.record_support,
+                max_support=default.max_support,
+                kv_cache_gb=default.kv_cache_gb,
             )
             if spec.stop and spec.tokenizer is None:
                 raise ConfigError(
@@ -406,8 +401,8 @@ class SettingsTable:
                 )
             spec = _convert_stop_texts(spec)
             index = self.specs.index(spec) if spec in self.specs else self._add(spec)
-            self._index_by_id[id(given)] = (given, index)
-        return self._index_by_id[id(given)][1]
+            self._index_by_id[id(sampling)] = (sampling, index)
+        return self._index_by_id[id(sampling)][1]
 
     def sample(
         self,
@@ -431,9 +426,9 @@ class SettingsTable:
         supports: list[tuple[int, ...]] = [()] * len(settings)
         for kind in np.unique(settings).tolist():
             rows = np.flatnonzero(settings == kind)
-            where = put(rows, logits.device)
+            device_rows = put(rows, logits.device)
             tokens[rows], logprobs[rows], row_supports = self._sample_kind(
-                logits[where], uniforms[where], kind, done[rows]
+                logits[device_rows], uniforms[device_rows], kind, done[rows]
             )
             for row, support in zip(rows.tolist(), row_supports or [()] * len(rows), strict=True):
                 supports[row] = support
@@ -466,11 +461,9 @@ class SettingsTable:
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
-        return (
-            repeat(())
-            if top_logprobs is None
-            else [()] * (count - len(top_logprobs)) + top_logprobs
-        )
+        if top_logprobs is None:
+            return repeat(())
+        return [()] * (count - len(top_logprobs)) + top_logprobs
 
     def _find_top_logprobs(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
@@ -493,11 +486,13 @@ class SettingsTable:
             ids, logprobs = find_top_logprobs(
                 logits[put(rows, logits.device)], self.specs[kind], banned
             )
-            for row, own, values in zip(
+            for row, row_ids, values in zip(
                 rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True
             ):
                 top_logprobs[row] = tuple(
-                    (id, value) for id, value in zip(own, values, strict=True) if value > -math.inf
+                    (id, value)
+                    for id, value in zip(row_ids, values, strict=True)
+                    if value > -math.inf
                 )
         return top_logprobs
 
@@ -513,11 +508,11 @@ class SettingsTable:
             return None
         specs = {kind: self.specs[kind] for kind in np.unique(settings).tolist()}
         greedy = {spec.greedy for spec in specs.values()}
-        beyond = any(
+        is_unsupported = any(
             restricts_vocabulary(spec, self.vocab_size) or spec.top_logprobs
             for spec in specs.values()
         )
-        if len(greedy) > 1 or beyond:
+        if len(greedy) > 1 or is_unsupported:
             return None
         temperatures = np.ones(len(self.specs))
         for kind, spec in specs.items():

@@ -93,12 +93,11 @@ class PrefixIndex:
             count = self.counts[mark]
             return float(length) if mark in stored else length * (count - 1) / count
 
-        worth = [
-            (n, mark)
-            for n, mark in levels
-            if mark in stored or n * (self.counts[mark] - 1) >= self.min_saved_tokens
-        ]
-        return max(worth, key=count_saved_tokens, default=None)
+        worthwhile = []
+        for length, mark in levels:
+            if mark in stored or length * (self.counts[mark] - 1) >= self.min_saved_tokens:
+                worthwhile.append((length, mark))
+        return max(worthwhile, key=count_saved_tokens, default=None)
 
 
 @dataclass(frozen=True)
@@ -138,34 +137,33 @@ class Sequence:
     def list_tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
 
-    def continue_from(self, done: Partial) -> None:
-        """Take over the tokens of `done`, which were sampled for this completion before.
+    def continue_from(self, partial: Partial) -> None:
+        """Use the tokens of `partial`, which were sampled for this completion before.
 
         Raises `DataError` if these tokens belong to another completion, have no log-probs or
         versions, or already reach the limit of the completion.
         """
-        if (done.id, done.k) != self.key:
+        if (partial.id, partial.k) != self.key:
             raise DataError(
-                f"completion {self.k} of {self.id!r}: generated is a part of completion {done.k} of "
-                f"{done.id!r}; "
-                "give each request its own"
+                f"completion {self.k} of {self.id!r}: generated is a part of completion "
+                f"{partial.k} of {partial.id!r}; give each request its own"
             )
-        if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+        if not len(partial.tokens) == len(partial.logprobs) == len(partial.versions):
             raise DataError(
-                f"completion {self.k} of {self.id!r}: generated has {len(done.tokens)} tokens, "
-                f"{len(done.logprobs)} log-probs and "
-                f"{len(done.versions)} versions; give one of each for every token"
+                f"completion {self.k} of {self.id!r}: generated has {len(partial.tokens)} tokens, "
+                f"{len(partial.logprobs)} log-probs and "
+                f"{len(partial.versions)} versions; give one of each for every token"
             )
-        if len(done.tokens) >= self.limit:
+        if len(partial.tokens) >= self.limit:
             raise DataError(
-                f"completion {self.k} of {self.id!r}: generated has {len(done.tokens)} tokens and at "
-                f"most {self.limit} are to be "
-                "sampled, so nothing is left; leave it out or raise max_new_tokens"
+                f"completion {self.k} of {self.id!r}: generated has {len(partial.tokens)} tokens "
+                f"and at most {self.limit} are to be sampled, so nothing is left; leave it out or "
+                "raise max_new_tokens"
             )
-        self.tokens = list(done.tokens)
-        self.logprobs = list(done.logprobs)
-        self.versions = list(done.versions)
-        self.supports = [tuple(support) for support in done.supports]
+        self.tokens = list(partial.tokens)
+        self.logprobs = list(partial.logprobs)
+        self.versions = list(partial.versions)
+        self.supports = [tuple(support) for support in partial.supports]
 
 
 @dataclass(eq=False)
@@ -285,10 +283,10 @@ class Scheduler:
 
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Remove all sequences of these ids, and return them in order of submission."""
-        wanted = set(ids)
+        aborted_ids = set(ids)
         aborted_sequences = []
         for sequence in self._sequences.values():
-            if sequence.id in wanted:
+            if sequence.id in aborted_ids:
                 aborted_sequences.append(sequence)
         for sequence in aborted_sequences:
             if sequence.key in self.running:
@@ -396,14 +394,14 @@ class Scheduler:
                 fills = self._allocate(sequence)
             if fills is None:
                 break
-            *before, own = fills
-            first = equal.setdefault((own.parent_prefix, own.tokens), own)
-            if first is own:
-                before.append(own)
+            *new_fills, own_fill = fills
+            first = equal.setdefault((own_fill.parent_prefix, own_fill.tokens), own_fill)
+            if first is own_fill:
+                new_fills.append(own_fill)
             else:
                 first.sequences.append(sequence)
-            self.prefilling += before
-            pending += sum(len(fill.tokens) for fill in before)
+            self.prefilling += new_fills
+            pending += sum(len(fill.tokens) for fill in new_fills)
             self.waiting.popleft()
             count += 1
 
@@ -415,15 +413,15 @@ class Scheduler:
         nothing if there is not enough room.
         """
         fills = []
-        known = sequence.list_tokens()
+        tokens = sequence.list_tokens()
         prefix = self._find_prefix(sequence)
         if prefix is not None and prefix.chain_hash not in self.prefixes:
             if not self.blocks.admit_prefix(prefix, len(prefix.tokens)):
                 return None
             self.prefixes[prefix.chain_hash] = prefix
             fills.append(Prefill(prefix.tokens, new_prefix=prefix))
-        rest = known if prefix is None else known[len(prefix.tokens) :]
-        if not self.blocks.admit(sequence.key, len(rest)):
+        own_tokens = tokens if prefix is None else tokens[len(prefix.tokens) :]
+        if not self.blocks.admit(sequence.key, len(own_tokens)):
             if fills and prefix is not None:
                 del self.prefixes[prefix.chain_hash]
                 self.blocks.release(prefix)
@@ -431,7 +429,7 @@ class Scheduler:
         if prefix is not None:
             sequence.prefix = prefix
             prefix.num_users += 1
-        return [*fills, Prefill(rest, parent_prefix=prefix, sequences=[sequence])]
+        return [*fills, Prefill(own_tokens, parent_prefix=prefix, sequences=[sequence])]
 
     def _find_prefix(self, sequence: Sequence) -> PromptPrefix | None:
         level = self._index.find_best(sequence.levels, self.prefixes)

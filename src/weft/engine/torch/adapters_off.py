@@ -88,8 +88,8 @@ class BaseWeightsEngine:
         return gathered
 
     def slices(self) -> Mapping[str, Slice]:
-        whole = self._engine.slices()
-        return {name: whole[name] for name in self._names}
+        slices = self._engine.slices()
+        return {name: slices[name] for name in self._names}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
         return self._engine.read(names)
@@ -130,7 +130,7 @@ def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
     The reference role then needs no separate engine on devices that it shares with the trained
     role.
     """
-    same = (
+    names = (
         "path",
         "type",
         "head",
@@ -143,16 +143,17 @@ def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "rope_scaling",
         "device",
     )
-    alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
-    alike &= trained.backend != "jax"  # whose adapters are part of what is compiled
-    alike &= reference.quantize in (
-        None,
-        trained.quantize,
-    )  # unset: the reference uses the trained role's weights
+    is_equal = all(getattr(reference, name) == getattr(trained, name) for name in names)
+    is_equal &= trained.backend != "jax"  # JAX compiles the adapters into the network
+    # Without `quantize`, the reference uses the trained role's weights.
+    is_equal &= reference.quantize in (None, trained.quantize)
     if trained.prefix.num_tokens and has_prefix(trained.path):
         return False  # the reference needs the prefix before training
     return (
-        trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
+        trained.has_adapters
+        and not trained.trains_embeddings
+        and not reference.trained
+        and is_equal
     )
 
 

@@ -102,9 +102,9 @@ def score(
     parts = split_batch(batch, max_tokens, "sequence")
     work = ScoringProcessor(network, how, device)
     outputs = []
-    for each in collectives.run(network, parts, work, trains=False):
-        if each is not None:
-            outputs.append(each)
+    for result in collectives.run(network, parts, work, trains=False):
+        if result is not None:
+            outputs.append(result)
     return join_results(outputs, batch.ids) if outputs else _build_empty_sample(want)
 
 
@@ -117,19 +117,21 @@ def compute_loss(
     `outputs` has the network's outputs for the batch.
     """
     total = collectives.reduce_denominators(loss.denominators(batch))
-    own = MinibatchSums(0.0, [])
+    sums = MinibatchSums(0.0, [])
     if batch.num_ids:
         layout = PackLayout.from_sample(batch)
-        text = []
+        text_keys = []
         for key in ("prompt", "completion", "loss_mask"):
             if key in batch.data:
-                text.append(key)
-        network = SampleRows(batch.select(keys=text).update(outputs), layout, HOST, torch.float32)
+                text_keys.append(key)
+        network = SampleRows(
+            batch.select(keys=text_keys).update(outputs), layout, HOST, torch.float32
+        )
         out: dict[str, Any] = {name: network[name] for name in loss.outputs}
         value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
-        own = MinibatchSums(float(value), to_plain_stats([stats]))
-    done = MinibatchSums.join(collectives.gather_values(own))
-    return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
+        sums = MinibatchSums(float(value), to_plain_stats([stats]))
+    joined = MinibatchSums.join(collectives.gather_values(sums))
+    return {"loss": joined.loss, **loss.summary(reduce_stats(joined.stats))}
 
 
 @dataclass(frozen=True)
@@ -211,13 +213,13 @@ def _list_offload_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...
         ),
         "offload=true": (spec.offload, "weights are"),
     }
-    there = []
-    for option, (on, what) in offload_options.items():
+    without_effect = []
+    for option, (on, state) in offload_options.items():
         if on and device.type == HOST.type:
-            there.append((option, what))
+            without_effect.append((option, state))
     return tuple(
-        f"{option}: on a CPU {what} in host memory already; nothing changes"
-        for option, what in there
+        f"{option}: on a CPU {state} in host memory already; nothing changes"
+        for option, state in without_effect
     )
 
 
@@ -244,23 +246,23 @@ class TorchEngine:
         # Measure in the role's dtype, in which passes compute: a trained network's parameters are
         # still float32 here.
         self._rate = BestMatmulRate(lambda: measure_matmul_rate(device, DTYPES[choose_dtype(spec)]))
-        home = choose_master_device(spec, device)
-        lane = build_copy_queue(device)
+        master_device = choose_master_device(spec, device)
+        copy_queue = build_copy_queue(device)
         part = built.part
-        dtype_of_masters = torch.promote_types(DTYPES[choose_dtype(spec)], torch.float32)
+        # A sharded network stays in the masters' dtype, because FSDP2 casts when it gathers.
+        dtype = DTYPES[choose_dtype(spec)]
+        if part is not None and part.shards is not None:
+            dtype = torch.promote_types(dtype, torch.float32)
         self._masters = MasterWeights(
             self._network,
-            # a sharded network stays in the masters' dtype, because FSDP2 casts when it gathers
-            dtype_of_masters
-            if part is not None and part.shards is not None
-            else DTYPES[choose_dtype(spec)],
-            lane,
-            home,
+            dtype,
+            copy_queue,
+            master_device,
             None if part is None else part.places,
             None if part is None else part.shards,
             built.blocks,
         )
-        if device.type == "cuda" and home is None and layout.pipeline == 1:
+        if device.type == "cuda" and master_device is None and layout.pipeline == 1:
             transformer.add_gradients_to(self._network, self._masters.masters)
         if part is None:
             self._collectives: Collectives = LocalCollectives()
@@ -277,8 +279,8 @@ class TorchEngine:
                 list_decayed_names(self._network),
                 embeddings=list_embedding_names(self._network),
                 scaled=spec.dtype == "float16",
-                lane=lane if home is None else None,
-                updated=None if home is None else self._masters.start_device_copies,
+                lane=copy_queue if master_device is None else None,
+                updated=None if master_device is None else self._masters.start_device_copies,
             )
         if spec.offload:
             self.offload("weights")
@@ -339,11 +341,11 @@ class TorchEngine:
         gradient is not finite for another reason and the role has `on_nonfinite=skip`; with
         `on_nonfinite=stop`, this raises `NotFinite` with the ids of the samples.
         """
-        trained = require_optimizer(self._optimizer)
+        role_optimizer = require_optimizer(self._optimizer)
         self.onload("weights")
         step = OptimizerStep(
             self._network,
-            trained,
+            role_optimizer,
             self._collectives,
             self._device,
             self._built.cost,
@@ -356,16 +358,16 @@ class TorchEngine:
             self._built.aux_loss,
             self._masters.wait_for_copies,
         )
-        done = []
+        stats = []
         self._network.train()
         try:
             for minibatch in minibatches:
-                done.append(step(minibatch, loss, veto))
+                stats.append(step(minibatch, loss, veto))
                 self._masters.refresh()
         finally:
             self._network.eval()
         self.version += 1
-        return done
+        return stats
 
     def evaluate(
         self,
@@ -487,14 +489,14 @@ class TorchEngine:
             values["optimizer"] = self._optimizer.collect_values()
         checkpoint.write_values(d / STATE, values)
 
-    def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write to `path` those tensors of `held` that this rank must save."""
+    def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write to `path` the `tensors` that this rank must save."""
         slices = self._masters.list_slices()
-        held = optimizer.rename_for_writing(held, slices)
-        owners = optimizer.map_to_parameters(held, slices)
+        tensors = optimizer.rename_for_writing(tensors, slices)
+        owners = optimizer.map_to_parameters(tensors, slices)
         assigned_names = set(self._collectives.select_saved_names(dict.fromkeys(owners.values())))
         chosen = {}
-        for key, value in held.items():
+        for key, value in tensors.items():
             if owners[key] in assigned_names:
                 chosen[key] = value
         places = {}
@@ -523,12 +525,10 @@ class TorchEngine:
         this role doesn't have; the caller handles them.
         """
         if self._built.part is None:
-            elsewhere: Mapping[str, Any] = {}
+            shapes: Mapping[str, Any] = {}
         else:
-            elsewhere = self._built.part.shapes
-        return optimizer.read(
-            checkpoint.SavedTensors(d, stem), self._masters.list_slices(), elsewhere
-        )
+            shapes = self._built.part.shapes
+        return optimizer.read(checkpoint.SavedTensors(d, stem), self._masters.list_slices(), shapes)
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
@@ -536,9 +536,9 @@ class TorchEngine:
         With adapters, the directory contains the merged model, and its subdirectory `adapter/`
         contains the adapters in PEFT's format.
         """
-        whole = self._collectives.gather_parameters(self._masters.exact_tensors)
-        if whole is not None:
-            self._built.save(d, whole, tokenizer)
+        parameters = self._collectives.gather_parameters(self._masters.exact_tensors)
+        if parameters is not None:
+            self._built.save(d, parameters, tokenizer)
 
     def without_adapters(self) -> BaseWeightsEngine | None:
         """Return an engine for the frozen base weights, or None if the role has no adapters."""
@@ -559,21 +559,21 @@ class TorchEngine:
         network, `held_parameters` and `held_trainable` for this rank's part.
         """
         part = self._built.part
-        held = self._masters.exact_tensors
+        tensors = self._masters.exact_tensors
         trained = self._masters.trained_parameters
-        here = {name: value.numel() for name, value in held.items()}
+        local_sizes = {name: value.numel() for name, value in tensors.items()}
         if part is None:
-            every = here
+            sizes = local_sizes
         else:
-            every = {name: math.prod(shape) for name, shape in part.shapes.items()}
+            sizes = {name: math.prod(shape) for name, shape in part.shapes.items()}
         return {
             **self._built.facts,
-            "num_parameters": sum(every.values()),
+            "num_parameters": sum(sizes.values()),
             "num_trainable": sum(
-                every[name] for name in (trained if part is None else part.trained)
+                sizes[name] for name in (trained if part is None else part.trained)
             ),
-            "held_parameters": sum(here.values()),
-            "held_trainable": sum(here[name] for name in trained),
+            "held_parameters": sum(local_sizes.values()),
+            "held_trainable": sum(local_sizes[name] for name in trained),
             "flops_per_token": self._built.cost.flops_per_token,
             "dtype": self._spec.dtype,
             "device": str(self._device),

@@ -76,7 +76,7 @@ class HostMemory:
         self._blocks: dict[int, _TensorStorage] = {}  # by the tensor's identity
         blocks_by_address: dict[int, _TensorStorage] = {}  # by the storage's address
         self._groups: list[list[_TensorStorage]] = [[] for _ in groups]
-        still = {id(each) for each in constant}
+        constant_ids = {id(tensor) for tensor in constant}
         for number, tensors in enumerate(groups):
             for tensor in tensors:
                 address, size = get_storage(tensor)
@@ -86,7 +86,7 @@ class HostMemory:
                 if block is None:
                     block = blocks_by_address[address] = _TensorStorage(tensor, number, size, True)
                     self._groups[number].append(block)
-                block.constant &= id(tensor) in still
+                block.constant &= id(tensor) in constant_ids
                 self._blocks[id(tensor)] = block
         self._away: set[int] = set()
         self._arriving: dict[int, CopyMark] = {}
@@ -111,14 +111,14 @@ class HostMemory:
 
         The host doesn't wait for the copies.
         """
-        here = []
+        on_device = []
         for number in range(len(self._groups)):
             if number not in self._away:
-                here.append(number)
-        if not here:
+                on_device.append(number)
+        if not on_device:
             return
         blocks = []
-        for number in here:
+        for number in on_device:
             blocks.extend(self._groups[number])
         self._lane.follow_device()
         for block in blocks:
@@ -132,7 +132,7 @@ class HostMemory:
         self._left.make_device_wait()  # later work may reuse the freed memory only after the copies
         for block in blocks:
             block.resize(0)
-        self._away.update(here)
+        self._away.update(on_device)
         self._arriving.clear()
 
     def fetch(self, *numbers: int) -> None:
@@ -141,22 +141,22 @@ class HostMemory:
         `numbers` are the indices of the groups (default: all groups). Groups that are already on
         the device are skipped.
         """
-        wanted = []
+        offloaded = []
         for number in numbers or range(len(self._groups)):
             if number in self._away:
-                wanted.append(number)
-        if not wanted:
+                offloaded.append(number)
+        if not offloaded:
             return
-        for number in wanted:
+        for number in offloaded:
             for block in self._groups[number]:
                 block.resize(block.size)
         self._lane.follow_device()  # earlier work on the device may still use this memory
-        for number in wanted:
+        for number in offloaded:
             for block in self._groups[number]:
-                assert block.host is not None, "what is away has left"
+                assert block.host is not None, "offloaded tensors have a copy in host memory"
                 self._lane.copy(block.flat, block.host)
             self._arriving[number] = self._lane.mark()
-        self._away.difference_update(wanted)
+        self._away.difference_update(offloaded)
 
     def hold(self, *numbers: int) -> None:
         """Make later work on the current stream wait until groups of tensors have been fetched.
@@ -186,7 +186,7 @@ class HostMemory:
         if self._left is not None:
             self._left.wait()
             self._left = None
-        assert block.host is not None, "what is away has left"
+        assert block.host is not None, "offloaded tensors have a copy in host memory"
         return block.host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
@@ -332,13 +332,13 @@ class MasterUploader:
         if not self._begun:
             self._lane.follow_device()
             self._begun = True
-        to = target.view(-1)
+        flat_target = target.view(-1)
         values = source.view(-1)
-        for low, high in _iterate_pieces(to, self._slot_bytes):
+        for low, high in _iterate_pieces(flat_target, self._slot_bytes):
             buffer = self._take_buffer()
-            rounded = buffer.view(to.dtype)[: high - low]
+            rounded = buffer.view(flat_target.dtype)[: high - low]
             rounded.copy_(values[low:high])
-            self._lane.copy(to[low:high], rounded)
+            self._lane.copy(flat_target[low:high], rounded)
             self._going.append((self._lane.mark(), buffer))
 
     def hold(self) -> None:

@@ -73,9 +73,9 @@ class MasterWeights:
         self._masters: dict[str, nn.Parameter] = {}  # by stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
-                own = self._select_rank_rows(parameter)
-                wide = torch.promote_types(own.dtype, torch.float32)
-                self._masters[name] = nn.Parameter(own.detach().to(home, wide, copy=True))
+                rank_rows = self._select_rank_rows(parameter)
+                wide = torch.promote_types(rank_rows.dtype, torch.float32)
+                self._masters[name] = nn.Parameter(rank_rows.detach().to(home, wide, copy=True))
         if home is not None:
             self._homed = frozenset(self._masters)
         else:
@@ -100,10 +100,10 @@ class MasterWeights:
         for name, parameter in network.named_parameters():
             if name in self._masters:
                 if home is None:
-                    moves = self._build_move_hook(name)
+                    hook = self._build_move_hook(name)
                 else:
-                    moves = self._build_accumulate_hook(name)
-                parameter.register_post_accumulate_grad_hook(moves)
+                    hook = self._build_accumulate_hook(name)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def _select_rank_rows(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter of the network."""
@@ -150,9 +150,7 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """Master weights that are stored separately from the network's parameters, by parameter
-        name.
-        """
+        """Master weights that are stored separately from the network's parameters, by name."""
         return self._masters
 
     @property
@@ -176,9 +174,9 @@ class MasterWeights:
         parts = self._iterate_exact()
         written = self._written
         tensors: dict[str, Tensor] = {}
-        for name, p in parts:
-            if name in written or self._is_trained(p):
-                tensors[name] = p.data
+        for name, part in parts:
+            if name in written or self._is_trained(part):
+                tensors[name] = part.data
         return tensors
 
     @property
@@ -230,10 +228,10 @@ class MasterWeights:
         self.wait_for_copies()
         if self._shards is not None:
             self._shards.reshard()
-        away = self._is_offloaded
+        is_offloaded = self._is_offloaded
         with torch.no_grad():
             for name, master in self._masters.items():
-                if away or name not in self._homed:
+                if is_offloaded or name not in self._homed:
                     self._resolve_parameter(self._copies[name]).copy_(
                         self._resolve_parameter(master)
                     )
@@ -260,17 +258,17 @@ class MasterWeights:
         """Move all parameters from the device to host memory and free the device memory.
 
         If master weights are kept on a separate device (`home`), they stay there. Does nothing if
-        the device has no memory of its own.
+        the device has no separate memory.
         """
         if not self._lane.has_separate_memory:
             return
         self.wait_for_copies()
         if self._mover is None:
-            still = []
+            constant = []
             for name, copy in self._copies.items():
                 if not copy.requires_grad and name not in self._masters:
-                    still.append(copy)
-            memory = HostMemory(self._group_tensors(), self._lane, still)
+                    constant.append(copy)
+            memory = HostMemory(self._group_tensors(), self._lane, constant)
             self._mover = BlockFetcher(memory, self._blocks, gathered=self._shards is not None)
         if self._shards is not None:
             self._shards.reshard()
@@ -301,14 +299,16 @@ class MasterWeights:
             groups.append([*map(self._select_rank_rows, block.parameters()), *block.buffers()])
         of_blocks = set()
         for group in groups:
-            for each in group:
-                of_blocks.add(id(each))
-        every = [*self._copies.values(), *self._network.buffers()]
+            of_blocks.update({id(tensor) for tensor in group})
+        outside = []
+        for tensor in (*self._copies.values(), *self._network.buffers()):
+            if id(tensor) not in of_blocks:
+                outside.append(tensor)
         masters: list[Tensor] = []
         for name, master in self._masters.items():
             if name not in self._homed:
                 masters.append(master)
-        return [[each for each in every if id(each) not in of_blocks], *groups, masters]
+        return [outside, *groups, masters]
 
     # -- in and out
 
@@ -320,10 +320,10 @@ class MasterWeights:
 
         The next training step may change the values in place.
         """
-        held = self.exact_tensors
+        tensors = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)
-            yield name, self._places[name], quantized.to_whole(held[name])
+            yield name, self._places[name], quantized.to_whole(tensors[name])
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
@@ -345,11 +345,12 @@ class MasterWeights:
                 if self._ensure_master(name):
                     stored = self.stored_parameters
             place = self._places[name]
-            here = tuple(
-                slice(w.start - p.start, w.stop - p.start)
-                for w, p in zip(where, place, strict=True)
+            # `where` is a slice of the whole parameter, of which this rank has the slice `place`.
+            local = tuple(
+                slice(part.start - own.start, part.stop - own.start)
+                for part, own in zip(where, place, strict=True)
             )
-            target = stored[name].data[here]
+            target = stored[name].data[local]
             if target.shape != values.shape:
                 raise ConfigError(
                     f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} "
@@ -389,14 +390,14 @@ class MasterWeights:
         part = self._canonical[name]
         if part.parameter.dtype not in HALF or part.name in self._masters:
             return False
-        away = self._is_offloaded
+        was_offloaded = self._is_offloaded
         self.come()
         self.wait_for_copies()
         self._masters[part.name] = nn.Parameter(
             part.parameter.detach().float(), requires_grad=False
         )
         self._mover = None  # the set of tensors to offload has changed
-        if away:
+        if was_offloaded:
             self.leave()
         return True
 
@@ -416,6 +417,6 @@ def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
         if name in chosen and parameter.dtype != dtype:
             replacements[parameter] = nn.Parameter(parameter.detach().to(dtype))
     for module in network.modules():
-        for own, parameter in list(module.named_parameters(recurse=False)):
+        for attribute, parameter in list(module.named_parameters(recurse=False)):
             if parameter in replacements:
-                setattr(module, own, replacements[parameter])
+                setattr(module, attribute, replacements[parameter])

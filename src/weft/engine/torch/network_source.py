@@ -36,11 +36,8 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 
 NO_PREFIX = ("gpt_bigcode",)  # families whose KV cache has a special layout in PEFT
 MULTIPLE = 16  # an extended vocabulary is padded to a multiple of this
-GROWN = (
-    "embed.weight",
-    "head.weight",
-    "head.bias",
-)  # parameters with a row for each token of the vocabulary
+# parameters with a row for each token of the vocabulary
+GROWN = ("embed.weight", "head.weight", "head.bias")
 
 
 def adapt_config(
@@ -53,10 +50,12 @@ def adapt_config(
     the prefix doesn't fit or `rope_scaling` can't be applied.
     """
     if tokenizer.added_from is None:
-        before = tokenizer.vocab_size
+        original_size = tokenizer.vocab_size
     else:
-        before = tokenizer.added_from
-    hf_io.check_vocabulary(config, before, str(spec.path), spec.tokenizer.path or str(spec.path))
+        original_size = tokenizer.added_from
+    hf_io.check_vocabulary(
+        config, original_size, str(spec.path), spec.tokenizer.path or str(spec.path)
+    )
     if tokenizer.vocab_size > config.vocab_size:
         config = replace(config, vocab_size=-(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE)
     config = _with_prefix(spec, config)
@@ -70,7 +69,7 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
     Raises `ConfigError` if the role's prefix conflicts with that of the model directory or does not
     fit the model.
     """
-    there = config.prefix_tokens
+    existing = config.prefix_tokens
     num_tokens = spec.prefix.num_tokens
     trains = spec.trained or spec.mirrors
     if num_tokens and config.family in NO_PREFIX:
@@ -78,18 +77,18 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
             f"prefix.num_tokens={num_tokens}: PEFT cannot save a prefix of a {config.family} "
             f"model in; use lora.r"
         )
-    if there and trains and num_tokens != there:
+    if existing and trains and num_tokens != existing:
         raise ConfigError(
-            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={num_tokens}; write "
-            f"prefix.num_tokens={there} to "
-            "train it further, or give the path of the model it belongs to"
+            f"{spec.path} is a prefix of {existing} tokens, and prefix.num_tokens={num_tokens}; "
+            f"write prefix.num_tokens={existing} to train it further, or give the path of the "
+            "model it belongs to"
         )
     if num_tokens and trains and config.learned_positions is not None:
-        places = config.learned_positions - config.position_offset
-        if num_tokens >= places:
+        num_positions = config.learned_positions - config.position_offset
+        if num_tokens >= num_positions:
             raise ConfigError(
-                f"prefix.num_tokens={num_tokens}: leaves no room in the {places} positions of "
-                f"{spec.path}"
+                f"prefix.num_tokens={num_tokens}: leaves no room in the {num_positions} "
+                f"positions of {spec.path}"
             )
     return replace(config, prefix_tokens=num_tokens) if trains and num_tokens else config
 
@@ -106,25 +105,27 @@ def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> Transform
     value = spec.rope_scaling
     if rope is None or rope.scaling != "none":
         if rope is None:
-            has = "positions that are not rotated"
+            problem = "positions that are not rotated"
         else:
-            has = f"rope_scaling of type {rope.scaling} already"
-        raise ConfigError(f"rope_scaling={value!r}: {spec.path} has {has}; leave the option out")
-    number = read_rope_factor(value)
+            problem = f"rope_scaling of type {rope.scaling} already"
+        raise ConfigError(
+            f"rope_scaling={value!r}: {spec.path} has {problem}; leave the option out"
+        )
+    factor = read_rope_factor(value)
     positions = config.max_positions
     match value["type"]:
         case "linear":
-            rope = replace(rope, scaling="linear", values={"factor": number})
+            rope = replace(rope, scaling="linear", values={"factor": factor})
         # max_positions of config.json is the trained length, so it doesn't change
         case "dynamic":
             return replace(
                 config,
                 rope=replace(
-                    rope, scaling="dynamic", values={"factor": number, "original": positions}
+                    rope, scaling="dynamic", values={"factor": factor, "original": positions}
                 ),
             )
         case _:
-            rope = replace(rope, theta=rope.theta * number ** (rope.dim / (rope.dim - 2)))
+            rope = replace(rope, theta=rope.theta * factor ** (rope.dim / (rope.dim - 2)))
     return replace(config, rope=rope, max_positions=compute_scaled_context(value, positions))
 
 
@@ -189,9 +190,9 @@ class NetworkSource:
         layers = cast("list[int] | None", None)
         if mesh is not None:
             layout = mesh.layout
-            at = mesh.coordinates
+            coordinates = mesh.coordinates
             if layout.tensor > 1:
-                config = tensor.narrow_config(config, layout.tensor, at.tensor)
+                config = tensor.narrow_config(config, layout.tensor, coordinates.tensor)
             if layout.pipeline > 1:
                 layers = []
                 for run in self.list_stages(mesh).values():
@@ -219,10 +220,14 @@ class NetworkSource:
             transformer.freeze(network, first, dtype if dtype in HALF else None)
         # Add adapters or a prefix on frozen weights.
         if spec.has_adapters:
-            own = spec.lora
-            if own.r:
+            settings = spec.lora
+            if settings.r:
                 lora.add(
-                    network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets
+                    network,
+                    r=settings.r,
+                    alpha=settings.alpha,
+                    dropout=settings.dropout,
+                    targets=settings.targets,
                 )
             else:
                 prefix.freeze_all_but_prefix(network)
@@ -232,9 +237,9 @@ class NetworkSource:
                 network.requires_grad_(False)
         if spec.quantize is not None:
             matrices = []
-            for each in network.blocks.modules():
-                if isinstance(each, Linear):
-                    matrices.append(each)
+            for module in network.blocks.modules():
+                if isinstance(module, Linear):
+                    matrices.append(module)
             quantized.quantize_matrices(
                 matrices, cast(Kind, spec.quantize), common.choose_reading_dtype(spec)
             )

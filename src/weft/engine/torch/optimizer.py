@@ -70,19 +70,19 @@ def from_named_tensors(
     for key, value in tensors.items():
         name, slot = key.rsplit("/", 1)
         part = trained[name]
-        held = states.setdefault(part.parameter, {})
+        state = states.setdefault(part.parameter, {})
         if not value.dim():
-            held[slot] = value
+            state[slot] = value
         elif is_scales(slot):
-            where = _find_blocks(part, block)
-            if value.numel() == where.stop - where.start:
+            blocks = _find_blocks(part, block)
+            if value.numel() == blocks.stop - blocks.start:
                 count = count_blocks(part.parameter.numel(), block)
-                held.setdefault(slot, value.new_zeros(count))[where] = value
+                state.setdefault(slot, value.new_zeros(count))[blocks] = value
         else:
-            whole = held.setdefault(
+            stored = state.setdefault(
                 slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device)
             )
-            part.select_rows(whole).copy_(value)
+            part.select_rows(stored).copy_(value)
     return states
 
 
@@ -137,11 +137,13 @@ def read(
     are included only if they were saved for exactly the slice of the parameter that this rank has.
     """
     names = _map_saved_names(saved.names, places)
-    of = map_to_parameters(names, places)
+    parameter_of = map_to_parameters(names, places)
     result: dict[str, Tensor] = {}
-    for key, own in names.items():
-        if of[key] in places or of[key] not in elsewhere:
-            result[own] = saved.read(key, None if is_scales(own) else places.get(of[key]))
+    for key, name in names.items():
+        if parameter_of[key] in places or parameter_of[key] not in elsewhere:
+            result[name] = saved.read(
+                key, None if is_scales(name) else places.get(parameter_of[key])
+            )
     return result
 
 
@@ -162,11 +164,11 @@ def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[s
     """
     own_names = {}
     for written_as in keys:
-        own = written_as.partition("@")[0]
-        if not is_scales(own):
+        name = written_as.partition("@")[0]
+        if not is_scales(name):
             own_names[written_as] = written_as
-        elif own.rsplit("/", 1)[0] in places and written_as == _append_slice(own, places):
-            own_names[written_as] = own
+        elif name.rsplit("/", 1)[0] in places and written_as == _append_slice(name, places):
+            own_names[written_as] = name
     return own_names
 
 
@@ -199,14 +201,14 @@ def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) ->
         return max(spec.last_lr, spec.peak_lr * math.sqrt(first / max(step, first)))
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
-    rest = schedule.total_steps - schedule.warmup_steps
-    done = min((step - schedule.warmup_steps) / rest, 1.0) if rest > 0 else 1.0
+    decay_steps = schedule.total_steps - schedule.warmup_steps
+    progress = min((step - schedule.warmup_steps) / decay_steps, 1.0) if decay_steps > 0 else 1.0
     if spec.lr_scheduler_type == "constant":
         return spec.peak_lr
     if spec.lr_scheduler_type == "linear":
-        share = 1.0 - done
+        share = 1.0 - progress
     else:
-        share = 0.5 * (1.0 + math.cos(math.pi * done))
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return spec.last_lr + (spec.peak_lr - spec.last_lr) * share
 
 
@@ -217,24 +219,24 @@ def list_decayed_names(network: nn.Module) -> frozenset[str]:
     dimension. A head that is tied to the embedding is the same parameter, so it isn't decayed
     either.
     """
-    apart = list_embedding_names(network)
+    embeddings = list_embedding_names(network)
     return frozenset(
-        n
-        for n, part in find_canonical_parameters(network).items()
-        if part.data.dim() >= 2 and n not in apart
+        name
+        for name, part in find_canonical_parameters(network).items()
+        if part.data.dim() >= 2 and name not in embeddings
     )
 
 
 def list_embedding_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of embeddings, and of heads tied to an embedding."""
     parameter_ids = set()
-    for m in network.modules():
-        if isinstance(m, nn.Embedding):
-            for parameter in m.parameters(recurse=False):
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            for parameter in module.parameters(recurse=False):
                 parameter_ids.add(id(parameter))
     return frozenset(
-        n
-        for n, part in find_canonical_parameters(network).items()
+        name
+        for name, part in find_canonical_parameters(network).items()
         if id(part.parameter) in parameter_ids
     )
 
@@ -454,16 +456,16 @@ class Optimizer:
     def _encode_state(self, parameter: nn.Parameter) -> State:
         """Return a parameter's state in the form in which it is saved."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
-        here = {}
+        values = {}
         for slot, value in state.items():
             if isinstance(value, Tensor):
                 # While a tensor is offloaded, its values are in host memory.
-                away = None if self._memory is None else self._memory.on_host(value)
-                here[slot] = value if away is None else away
-        own = self._optimizer
-        if here and isinstance(own, NarrowAdamW):
-            return own.encode_state(parameter, here)
-        return here
+                on_host = None if self._memory is None else self._memory.on_host(value)
+                values[slot] = value if on_host is None else on_host
+        optimizer = self._optimizer
+        if values and isinstance(optimizer, NarrowAdamW):
+            return optimizer.encode_state(parameter, values)
+        return values
 
     def collect_values(self) -> dict[str, float]:
         """Return the state that consists of plain numbers, such as the step count."""
@@ -525,13 +527,16 @@ class Optimizer:
         for bucket in self._buckets:
             slots.append([self._optimizer.state.get(parameter, {}) for parameter in bucket])
         held = []
-        for bucket in slots:
-            held.append(
-                [v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()]
-            )
-        if self._memory is None or [[*map(id, each)] for each in held] != [
-            [*map(id, each)] for each in self._held
-        ]:
+        for states in slots:
+            tensors = []
+            for state in states:
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.dim():
+                        tensors.append(value)
+            held.append(tensors)
+        # Tensors are compared by identity: new ones need new host memory.
+        ids = [[*map(id, tensors)] for tensors in held]
+        if self._memory is None or ids != [[*map(id, tensors)] for tensors in self._held]:
             self.come()
             self._memory = HostMemory(held, self._lane)
             self._held = held

@@ -180,14 +180,14 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
     The rank runs the pass only because all ranks communicate during each pass.
     """
     outputs: Want = next(
-        (frozenset[Output]({each}) for each in ("values", "scores") if each in want),
+        (frozenset[Output]({output}) for output in ("values", "scores") if output in want),
         frozenset({"logprobs"}),
     )
     token = np.zeros(1, np.int64)
-    one = SequenceSample.from_groups(
+    filler = SequenceSample.from_groups(
         ["fill"], {"prompt": [[1]], "completion": [[1]]}, {"prompt": token, "completion": token}
     )
-    return replace(prepare(network, one, PassSettings(outputs), device), part=None)
+    return replace(prepare(network, filler, PassSettings(outputs), device), part=None)
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,14 @@ from weft.topology import build_whole_slice, compute_holdings
 def build_rank_shard(
     source: NetworkSource,
     network: Transformer,
-    every: Transformer,
+    whole: Transformer,
     mesh: RankMesh,
     device: torch.device,
 ) -> RankShard:
     """Allocate and fill this rank's part of a network, and return its `RankShard`.
 
-    `network` is the part of this rank, and `every` is the whole network. All ranks of the mesh must
-    call this function.
+    `network` is the part of this rank, and `whole` is the whole network. All ranks of the
+    mesh must call this function.
     """
     # Shard the network; trained parameters that are not in float32 yet are cast first.
     shards = None
@@ -64,39 +64,39 @@ def build_rank_shard(
     quantized.allocate_memory(network, device)
     if mesh.layout.fsdp > 1:
         shards = LocalShards(network)
-    held = {}
+    holdings = {}
     for rank in mesh.mesh.ranks:
-        at = mesh.mesh.get_coordinates(rank)
-        held[rank] = compute_holdings(
-            source.shapes, source.config, mesh.layout, at, tied=source.is_tied
+        place = mesh.mesh.get_coordinates(rank)
+        holdings[rank] = compute_holdings(
+            source.shapes, source.config, mesh.layout, place, tied=source.is_tied
         )
     stored = find_canonical_parameters(network) if shards is None else shards.stored
-    assert stored.keys() == held[mesh.rank].keys(), (
-        f"parameters and topology differ: {stored.keys() ^ held[mesh.rank].keys()}"
+    assert stored.keys() == holdings[mesh.rank].keys(), (
+        f"parameters and topology differ: {stored.keys() ^ holdings[mesh.rank].keys()}"
     )
-    source.fill(stored, held[mesh.rank])
-
+    source.fill(stored, holdings[mesh.rank])
     sums_once = source.spec.zero_stage == 1
 
-    def build_collectives(now: Callable[[], Mapping[str, StoredParameter]]) -> Collectives:
+    def build_collectives(list_stored: Callable[[], Mapping[str, StoredParameter]]) -> Collectives:
         staged = None
         if mesh.layout.pipeline > 1:
-            half = shards is not None and (own := DTYPES[choose_dtype(source.spec)]) in HALF
+            dtype = DTYPES[choose_dtype(source.spec)]
+            casts = shards is not None and dtype in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
             staged = Pipeline(
                 stages,
                 kind,
                 mesh.get_group("pipeline"),
-                own if half else None,
+                dtype if casts else None,
                 partial(_count_rows, mesh, source.spec.sequence_parallel),
                 sums_once=sums_once,
             )
         return MeshCollectives(
             mesh,
             network,
-            held,
+            holdings,
             source.shapes,
-            now,
+            list_stored,
             source.config,
             shards,
             staged,
@@ -108,9 +108,9 @@ def build_rank_shard(
     return RankShard(
         shapes=source.shapes,
         trained=frozenset(
-            name for name, part in find_canonical_parameters(every).items() if part.requires_grad
+            name for name, part in find_canonical_parameters(whole).items() if part.requires_grad
         ),
-        places=held[mesh.rank],
+        places=holdings[mesh.rank],
         make_collectives=build_collectives,
         shards=shards,
         generating=lambda spec, version, caches: _open_generator(
@@ -187,7 +187,7 @@ def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -
 def _open_generator(
     source: NetworkSource,
     network: Transformer,
-    held: Mapping[int, Transformer],
+    own_stages: Mapping[int, Transformer],
     mesh: RankMesh,
     device: torch.device,
     spec: GenerationSpec,
@@ -197,44 +197,44 @@ def _open_generator(
     """Open a generator on this rank's part of the network.
 
     Ranks of one data-parallel replica generate in lockstep; different replicas generate
-    independently. `held` contains this rank's pipeline stages by index. If parameters are gathered
-    for generation, `reusable_caches` is not used, because each generator gathers the weights into
-    new memory.
+    independently. `own_stages` contains this rank's pipeline stages by index. If parameters are
+    gathered for generation, `reusable_caches` is not used, because each generator gathers the
+    weights into new memory.
     """
-    apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
+    is_divided = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     # Gather sharded parameters and experts, and agree on the size of the KV cache.
-    whole = _gather_network(source, network, mesh, device) if apart else network
-    dtype = next(whole.parameters()).dtype
-    layers = replace(whole.config, num_layers=len(whole.blocks))
+    generating_network = _gather_network(source, network, mesh, device) if is_divided else network
+    dtype = next(generating_network.parameters()).dtype
+    layers = replace(generating_network.config, num_layers=len(generating_network.blocks))
     budget = _agree_on_budget(
         choose_default_budget(layers, device, dtype, spec.kv_cache_gb, reusable_caches.num_bytes),
         mesh,
     )
     # Context-parallel ranks use the tokens that the first of them draws.
     if mesh.count_ranks("context") > 1:
-        alike = partial(context.draw_on_first_rank, group=mesh.get_host_group("context"))
+        draw_together = partial(context.draw_on_first_rank, group=mesh.get_host_group("context"))
     else:
-        alike = None
+        draw_together = None
     if mesh.count_ranks("pipeline") == 1:
-        agree_on_tokens: TokenAgreement = sample_locally if alike is None else alike
+        agree_on_tokens: TokenAgreement = sample_locally if draw_together is None else draw_together
         with open_generator(
-            whole,
+            generating_network,
             spec,
             device=device,
             version=version,
             eos_ids=(),
             budget=budget,
             agree_on_tokens=agree_on_tokens,
-            reusable_caches=None if apart else reusable_caches,
+            reusable_caches=None if is_divided else reusable_caches,
         ) as generator:
             yield generator
         return
     # Pipeline stages generate for several groups of sequences in turn.
     count = mesh.count_ranks("pipeline")
-    stages = _list_stages(source, whole, mesh) if apart else held
+    stages = _list_stages(source, generating_network, mesh) if is_divided else own_stages
     with (
         StagedDecoder(
-            whole,
+            generating_network,
             stages,
             mesh.layout.placement,
             mesh.get_group("pipeline"),
@@ -248,22 +248,28 @@ def _open_generator(
             version=version,
             eos_ids=(),
             budget=budget,
-            agree_on_tokens=partial(_agree_on_draws, decoder, alike),
-        ) as turns,
+            agree_on_tokens=partial(_agree_on_draws, decoder, draw_together),
+        ) as interleaved,
     ):
-        yield turns
+        yield interleaved
 
 
 def _agree_on_draws(
-    decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
+    decoder: StagedDecoder,
+    draw_together: TokenAgreement | None,
+    draw: Callable[[], SampledRows],
+    rows: int,
 ) -> Callable[[], SampledRows]:
     """Return a function that waits for the tokens of a step, and returns the same on all ranks.
 
     `draw` samples a token for each of the `rows` rows. `decoder.agree_on_tokens` sends the tokens
     to all ranks of a pipeline. With context parallelism, several pipelines generate the same
-    sequences. In that case, `alike` makes all of them use the tokens that the first one draws.
+    sequences. In that case, `draw_together` makes all of them use the tokens that the first one
+    draws.
     """
-    return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
+    return decoder.agree_on_tokens(
+        draw if draw_together is None else lambda: draw_together(draw, rows)(), rows
+    )
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
@@ -274,9 +280,9 @@ def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
     axes = ("tensor", "context", "pipeline")
     if mesh.count_ranks(*axes) == 1:
         return own
-    every: list[GenerationBudget | None] = [None] * mesh.count_ranks(*axes)
-    dist.all_gather_object(every, own, group=mesh.get_group(*axes))
-    budgets = [each for each in every if each is not None]
+    all_budgets: list[GenerationBudget | None] = [None] * mesh.count_ranks(*axes)
+    dist.all_gather_object(all_budgets, own, group=mesh.get_group(*axes))
+    budgets = [budget for budget in all_budgets if budget is not None]
     return replace(own, max_tokens=min(budget.max_tokens for budget in budgets))
 
 
@@ -295,6 +301,6 @@ def _gather_network(
     shard.gather(network, whole, mesh.experts_group if mesh.layout.expert > 1 else None)
     for name, adapter in lora.find_adapters(whole).items():
         adapter.active = lora.find_adapters(network)[name].active
-    for here, there in zip(list_prefixes(network), list_prefixes(whole), strict=True):
-        there.active = here.active
+    for prefix, copy in zip(list_prefixes(network), list_prefixes(whole), strict=True):
+        copy.active = prefix.active
     return whole

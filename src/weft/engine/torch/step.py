@@ -70,22 +70,18 @@ class PassResults:
         The host waits for each device only once.
         """
         operations = sum(self.operations)
-        read = BatchedReadback()
-        losses = [read.register(loss) for loss in self.losses]
-        stats = _register_stats(self.stats, read)
-        grad_norm = read.register(0.0 if norm is None else norm)
-        read.read_all()
+        readback = BatchedReadback()
+        losses = [readback.register(loss) for loss in self.losses]
+        stats = _register_stats(self.stats, readback)
+        grad_norm = readback.register(0.0 if norm is None else norm)
+        readback.read_all()
         values = [float(loss) for loss in losses]
-        wrong = tuple(
-            dict.fromkeys(
-                id
-                for x, ids in zip(values, self.ids, strict=True)
-                if not math.isfinite(x)
-                for id in ids
-            )
-        )
+        not_finite: dict[str, None] = {}  # ids, in order and without duplicates
+        for value, ids in zip(values, self.ids, strict=True):
+            if not math.isfinite(value):
+                not_finite |= dict.fromkeys(ids)
         sums = MinibatchSums(
-            sum(values), _resolve_stats(stats), wrong, sum(self.tokens), operations
+            sum(values), _resolve_stats(stats), tuple(not_finite), sum(self.tokens), operations
         )
         return sums, float(grad_norm)
 
@@ -158,18 +154,18 @@ class BatchedReadback:
 
 def to_plain_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
     """Return the statistics with Python numbers instead of tensors."""
-    read = BatchedReadback()
-    waiting = _register_stats(parts, read)
-    read.read_all()
+    readback = BatchedReadback()
+    waiting = _register_stats(parts, readback)
+    readback.read_all()
     return _resolve_stats(waiting)
 
 
 def _register_stats(
-    parts: Iterable[Mapping[str, Stat]], read: BatchedReadback
+    parts: Iterable[Mapping[str, Stat]], readback: BatchedReadback
 ) -> list[Mapping[str, Stat]]:
     result: list[Mapping[str, Stat]] = []
     for part in parts:
-        result.append({name: _map_fields(stat, read.register) for name, stat in part.items()})
+        result.append({name: _map_fields(stat, readback.register) for name, stat in part.items()})
     return result
 
 
@@ -197,17 +193,15 @@ class AuxLoss:
 
     weight: float = 0.0
     ranks: int = 1
-    num_layers: int | None = (
-        None  # layers with experts in the whole network, if this rank has only some
-    )
+    num_layers: int | None = None
 
-    def compute(self, uneven: Tensor) -> Tensor:
-        """Return `weight * uneven`, where `uneven` is the load imbalance of the experts.
+    def compute(self, imbalance: Tensor) -> Tensor:
+        """Return `weight * imbalance`, where `imbalance` is the load imbalance of the experts.
 
         The gradient of the result, but not its value, is divided by the number of ranks, because
         the gradients of all ranks are summed.
         """
-        value = self.weight * uneven
+        value = self.weight * imbalance
         if self.ranks == 1:
             return value
         return value.detach() + (value - value.detach()) / self.ranks
@@ -289,22 +283,21 @@ class OptimizerStep:
         self.collectives.reduce_gradients(self.optimizer.parameters)
         norm = self.collectives.compute_gradient_norm(self.optimizer.collect_gradients())
         # Collect the statistics of all ranks.
-        own, grad_norm = passes.collect(norm)
-        ranks = self.collectives.gather_values(own, stages=True)
-        done = MinibatchSums.join(ranks)
-        reduced = reduce_stats(done.stats)
-        metrics = {
-            **{
-                name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)
-            },
-            "loss": done.loss,
-            "grad_norm": grad_norm,
-            "learning_rate": self.optimizer.learning_rate,
-        }
+        sums, grad_norm = passes.collect(norm)
+        ranks = self.collectives.gather_values(sums, stages=True)
+        joined = MinibatchSums.join(ranks)
+        reduced = reduce_stats(joined.stats)
+        metrics = {}
+        for name, value in loss.summary(reduced).items():
+            if math.isfinite(value):
+                metrics[name] = value
+        metrics["loss"] = joined.loss
+        metrics["grad_norm"] = grad_norm
+        metrics["learning_rate"] = self.optimizer.learning_rate
         if EXPERT_LOAD in reduced:
             metrics[EXPERT_LOAD] = reduced[EXPERT_LOAD]
         # Update the weights, unless the loss is not finite or `veto` objects.
-        skipped = self._find_objection(done.not_finite, metrics, reduced, minibatch, veto)
+        skipped = self._find_objection(joined.not_finite, metrics, reduced, minibatch, veto)
         if skipped is None:
             self.optimizer.step(norm)
         self.optimizer.zero_grad()
@@ -312,9 +305,9 @@ class OptimizerStep:
         # Measure the speed.
         wait_for_device(self.device)
         seconds = time.perf_counter() - started
-        tokens = float(done.tokens)
+        tokens = float(joined.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        speed["mfu"] = self.rate.compute_mfu(done.operations / len(ranks), seconds)
+        speed["mfu"] = self.rate.compute_mfu(joined.operations / len(ranks), seconds)
         seen = SequenceSample.gather(passes.seen) if passes.seen else None
         return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
 
@@ -323,12 +316,12 @@ class OptimizerStep:
 
         Returns None if the minibatch has no tokens or samples to train on.
         """
-        own = loss.denominators(minibatch)
+        denominators = loss.denominators(minibatch)
         reads_tokens = "scores" not in loss.outputs
         trained = np.count_nonzero(count_trained_rows(minibatch)) if reads_tokens else 0
         counts = {SEQUENCES: float(minibatch.num_sequences("completion")), TRAINED: float(trained)}
-        total = self.collectives.reduce_denominators({**own, **counts})
-        if not any(total[name] for name in own) or (reads_tokens and not total[TRAINED]):
+        total = self.collectives.reduce_denominators({**denominators, **counts})
+        if not any(total[name] for name in denominators) or (reads_tokens and not total[TRAINED]):
             return None
         return total
 
@@ -352,18 +345,20 @@ class OptimizerStep:
         `not_finite` lists the ids whose loss is not finite.
         """
         ids = list(not_finite)
-        what = "loss"
+        quantity = "loss"
         if not ids and not math.isfinite(metrics["grad_norm"]):
             if self.optimizer.handle_overflow():
                 del metrics["grad_norm"]
-                return f"float16 gradients overflowed; they are scaled by {self.optimizer.loss_scale:g} from now on"
+                scale = self.optimizer.loss_scale
+                return f"float16 gradients overflowed; they are scaled by {scale:g} from now on"
             ids = list(minibatch.ids)
-            what = "gradient"
+            quantity = "gradient"
         if ids:
             id_list = ", ".join(ids[:SHOWN]) + (
                 f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
             )
-            reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {id_list}"
+            step = self.optimizer.steps + 1
+            reason = f"the {quantity} is not finite at optimizer step {step}; samples: {id_list}"
             if self.on_nonfinite == "stop":
                 raise NotFinite(
                     f"{reason}; lower the learning rate, look at these samples, or set "
@@ -439,14 +434,14 @@ class _TrainingProcessor:
         loss = self.loss
         batch = prepared.rows
         if part is None or batch is None:
-            return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
+            return torch.stack([output.sum() for output in out.values()]).sum() * 0.0
         value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
         unchecked = loss.by_row and not any(loss is known for known in step.checked)
         if unchecked and is_row_separable(loss, out, batch, self.total):
             step.checked.append(loss)
-        if (uneven := _compute_imbalance(prepared)) is not None:
-            value = value + step.aux_loss.compute(uneven) / self.total[SEQUENCES]
-            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(prepared.layout.lengths))}
+        if (imbalance := _compute_imbalance(prepared)) is not None:
+            value = value + step.aux_loss.compute(imbalance) / self.total[SEQUENCES]
+            stats = {**stats, "balance_loss": Sum(imbalance.detach(), len(prepared.layout.lengths))}
         if (chosen_outputs := keep_outputs(part, out, self.passes.chosen)) is not None:
             self.passes.seen.append(chosen_outputs)
         self.passes.losses.append(value.detach())
@@ -456,12 +451,12 @@ class _TrainingProcessor:
         return value * step.optimizer.loss_scale
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        if (uneven := _compute_imbalance(prepared)) is None:
+        if (imbalance := _compute_imbalance(prepared)) is None:
             return None
-        value = self.step.aux_loss.compute(uneven) / self.total[SEQUENCES]
+        value = self.step.aux_loss.compute(imbalance) / self.total[SEQUENCES]
         self.passes.losses.append(value.detach())
         # the last stage counts the sequences
-        self.passes.stats.append({"balance_loss": Sum(uneven.detach(), 0.0)})
+        self.passes.stats.append({"balance_loss": Sum(imbalance.detach(), 0.0)})
         self.passes.ids.append([])
         return value * self.step.optimizer.loss_scale
 
@@ -480,9 +475,9 @@ def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:
         return None
-    uneven = aux_loss.compute_by_sequence().sum()
+    imbalance = aux_loss.compute_by_sequence().sum()
     aux_loss.layers = []
-    return uneven
+    return imbalance
 
 
 def build_row_gradient(
@@ -516,25 +511,29 @@ def is_row_separable(
     Returns False if these rows allow no conclusion: if fewer than two rows have a gradient, or if a
     gradient is not finite.
     """
-    plain = {}
-    for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():
+    gradients = {}
+    for key, gradient in _compute_gradients(loss, out, rows, total, 1.0).items():
         if key in BY_ROW:
-            plain[key] = by
-    if not all(bool(by.isfinite().all()) for by in plain.values()) or not _has_several_rows(plain):
+            gradients[key] = gradient
+    if not all(
+        bool(gradient.isfinite().all()) for gradient in gradients.values()
+    ) or not _has_several_rows(gradients):
         return False
     every_other = torch.arange(rows.num_rows) % 2 == 0
     random = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
     for mask in (every_other, ~every_other, random, ~random):
         mask = mask.to(rows.mask.device)
-        seen = {}
+        masked_out = {}
         for key, value in out.items():
-            seen[key] = value
+            masked_out[key] = value
             if key in BY_ROW:
                 rows_mask = mask.view(-1, *(1,) * (value.dim() - 1))
-                seen[key] = torch.where(rows_mask, value, torch.zeros_like(value))
-        alone = _compute_gradients(loss, seen, rows, total, 1.0)
-        for key, by in plain.items():
-            if not _is_equal(by[mask], alone[key][mask] if key in alone else None):
+                masked_out[key] = torch.where(rows_mask, value, torch.zeros_like(value))
+        masked_gradients = _compute_gradients(loss, masked_out, rows, total, 1.0)
+        for key, gradient in gradients.items():
+            if not _is_equal(
+                gradient[mask], masked_gradients[key][mask] if key in masked_gradients else None
+            ):
                 name = str(getattr(loss, "name", type(loss).__name__))
                 raise ConfigError(
                     f"loss {name!r} declares by_row=True, but its gradient by the "
@@ -547,8 +546,8 @@ def is_row_separable(
 def _has_several_rows(gradients: Mapping[Output, Tensor]) -> bool:
     """Return whether more than one row has a nonzero gradient."""
     return any(
-        int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
-        for by in gradients.values()
+        int((gradient.flatten(1) if gradient.dim() > 1 else gradient[:, None]).any(1).sum()) > 1
+        for gradient in gradients.values()
     )
 
 
@@ -561,18 +560,18 @@ def _compute_gradients(
 ) -> dict[Output, Tensor]:
     """Return the gradients of `scale` times the loss, one for each output that the loss depends on."""
     with torch.enable_grad():
-        known = {key: value.detach().requires_grad_() for key, value in out.items()}
+        leaves = {key: value.detach().requires_grad_() for key, value in out.items()}
         zeros = torch.zeros_like(rows.mask)
-        value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+        value, _ = loss({key: leaves.get(key, zeros) for key in loss.outputs}, rows, total)
         if not value.requires_grad:
             return {}
         optional_gradients = torch.autograd.grad(
-            value * scale, list(known.values()), allow_unused=True
+            value * scale, list(leaves.values()), allow_unused=True
         )
     gradients: dict[Output, Tensor] = {}
-    for key, by in zip(known, optional_gradients, strict=True):
-        if by is not None:
-            gradients[key] = by
+    for key, gradient in zip(leaves, optional_gradients, strict=True):
+        if gradient is not None:
+            gradients[key] = gradient
     return gradients
 
 

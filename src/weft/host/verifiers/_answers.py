@@ -209,11 +209,11 @@ def _extract_formulas(text: str) -> str | None:
     Returns None if the text does not begin with a formula.
     """
     formulas = []
-    at = 0
-    while match := FORMULA.match(text, at):
+    position = 0
+    while match := FORMULA.match(text, position):
         formulas.append(next(group for group in match.groups() if group is not None).strip())
         joint = NEXT.match(text, match.end())
         if joint is None:
             break
-        at = joint.end()
+        position = joint.end()
     return ", ".join(formulas) or None

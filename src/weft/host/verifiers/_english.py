@@ -128,7 +128,7 @@ JOINED = re.compile(rf"\b(?:{'|'.join(CONTRACTIONS)})\b", re.IGNORECASE)
 def split_tokens(text: str) -> list[str]:
     """Return the words and signs of a text, sentence by sentence, as in the Penn Treebank.
 
-    Clitics ("n't", "'s") and punctuation are tokens of their own. Straight double quotes become
+    Clitics ("n't", "'s") and punctuation are separate tokens. Straight double quotes become
     `` or ''. Periods inside a sentence stay with their word.
     """
     tokens = []

@@ -171,7 +171,7 @@ class _ExpressionParser:
         return token
 
     def expect(self, wanted: str) -> None:
-        """Consume the next token, which must be `wanted`; "" stands for the end of the text.
+        """Consume the next token, which must be `wanted`; "" means the end of the text.
 
         Raises `_ExpressionSyntaxError` for any other token.
         """

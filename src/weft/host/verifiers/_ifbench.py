@@ -1,7 +1,7 @@
 """The 58 instructions of IFBench: counts, ratios, words, sentences, formats and repetitions.
 
 IFBench (Pyatkin et al. 2025, "Generalizing Verifiable Instruction Following") tests instructions
-that differ from those of IFEval. Names, arguments and definitions are the published ones, also
+that IFEval does not have. Names, arguments and definitions are the published ones, also
 where a definition is looser than its wording: `format:sub-bullets` accepts a response without
 bullets, and `count:conjunctions` counts "and" and "And" as two. `_english` splits sentences and
 words.

@@ -14,8 +14,8 @@ from typing import Any
 from weft.host.verifiers._english import split_tokens
 from weft.host.verifiers._instructions import Arguments, Check, satisfies_relation
 
-KEPT = "\ue000"  # stands for a period that ends no sentence
-STOP = "\ue001"  # stands for an end of a sentence without a mark
+KEPT = "\ue000"  # placeholder for a period that ends no sentence
+STOP = "\ue001"  # placeholder for an end of a sentence without a mark
 BEGINNINGS = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"
     r"|That\s|This\s|Wherever)"

@@ -383,21 +383,23 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _call_prctl(option: int, *values: object) -> None:
-    given = []
+    converted = []
     for value in values:
-        given.append(
+        converted.append(
             value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value)))
         )
-    _check_result(_load_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
+    _check_result(
+        _load_libc().prctl(option, *converted, *[ctypes.c_ulong(0)] * (4 - len(converted)))
+    )
 
 
 def _call_system(name: str, *values: object) -> int:
     """Make a system call for which the C library has no wrapper function."""
     column = list(AUDIT).index(platform.machine())
-    given: list[object] = []
+    converted: list[object] = []
     for value in values:
-        given.append(ctypes.c_long(value) if isinstance(value, int) else value)
-    return _check_result(_load_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
+        converted.append(ctypes.c_long(value) if isinstance(value, int) else value)
+    return _check_result(_load_libc().syscall(ctypes.c_long(CALLS[name][column]), *converted))
 
 
 def _load_libc() -> ctypes.CDLL:

@@ -227,13 +227,13 @@ def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
 
     Returns None if the text has fewer than two parts, or contains anything else.
     """
-    rest = WRAPPED.sub(r" \1 ", text).strip()
+    unwrapped = WRAPPED.sub(r" \1 ", text).strip()
     parts = []
-    at = 0
-    while match := QUANTITY.match(rest, at):
+    position = 0
+    while match := QUANTITY.match(unwrapped, position):
         parts.append((Fraction(match[1]), match[2].lower()))
-        at = match.end()
-    return parts if len(parts) > 1 and at == len(rest) else None
+        position = match.end()
+    return parts if len(parts) > 1 and position == len(unwrapped) else None
 
 
 def measure(text: str) -> tuple[str, int] | None:

@@ -78,10 +78,10 @@ def main() -> None:
         server.sendall(child.to_bytes(4, "little"))
 
 
-def launch(given: int, out: int) -> None:
+def launch(source: int, out: int) -> None:
     """Run one program and its tests, and exit when all processes that they started have ended.
 
-    The program and its tests are read as two messages from the descriptor `given`. When the tests
+    The program and its tests are read as two messages from the descriptor `source`. When the tests
     have passed, the tests' process writes to the descriptor `out`.
     """
     # Silence the standard streams, and end all processes on SIGTERM.
@@ -93,22 +93,24 @@ def launch(given: int, out: int) -> None:
         isolation.set_death_with_parent()
         isolation.adopt_orphans()
     # Start the program's process before the tests are read.
-    first = _read(given)
-    ours, theirs = socket.socketpair()
-    wanted = []
+    first = _read(source)
+    tests_end, program_end = socket.socketpair()
+    settings = []
     for folder in first["folders"]:
-        wanted.append(
+        settings.append(
             isolation.IsolationSettings(
                 frozenset(first["protections"]), first["limits"], folder, first["disk_mb"]
             )
         )
-    _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
-    theirs.close()
+    _start(settings[0], program_end.fileno(), lambda: _run(first["program"], program_end.fileno()))
+    program_end.close()
     # Start the tests' process and wait for it.
-    second = _read(given)
-    os.close(given)
-    checks = _start(wanted[1], ours.fileno(), lambda: _run_tests(second, ours.fileno(), out), out)
-    ours.close()
+    second = _read(source)
+    os.close(source)
+    checks = _start(
+        settings[1], tests_end.fileno(), lambda: _run_tests(second, tests_end.fileno(), out), out
+    )
+    tests_end.close()
     with contextlib.suppress(ChildProcessError):
         while os.wait()[0] != checks:
             pass
@@ -197,18 +199,18 @@ def _run(program: str, channel: int) -> None:
     peer.serve(names)
 
 
-def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
+def _run_tests(message: dict[str, Any], channel: int, out: int) -> None:
     """Run the tests on the program's functions; if they pass, write a secret word to `out`.
 
-    The program does not have the word, so the word proves that the tests have passed. `given` has
+    The program does not have the word, so the word proves that the tests have passed. `message` has
     the tests, the prompt, the entry point and the word; `out` is a file descriptor. This runs in
     the tests' process, which calls the program's functions through `channel`.
     """
     # Define the helper functions of the prompt.
     isolation.hide_memory()
-    tests = given["tests"]
-    prompt = given["prompt"]
-    entry_point = given["entry_point"]
+    tests = message["tests"]
+    prompt = message["prompt"]
+    entry_point = message["entry_point"]
     peer = peers.ObjectPeer(channel, guarded=True)
     names = _create_main_module()
     if entry_point is not None:
@@ -216,20 +218,20 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
         names.pop(entry_point, None)
     # Import modules, and get the program's functions.
     used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-    wanted = sorted(used - names.keys())
-    modules, plain, own = _sort_names(tests, wanted)
+    missing = sorted(used - names.keys())
+    modules, plain_names, own_names = _sort_names(tests, missing)
     for name in modules:
         with contextlib.suppress(ImportError):
             names[name] = importlib.import_module(MODULES.get(name, name))
-    program_objects = peer.request("names", None, [[*own, *plain]], {})
-    if not any(name in program_objects for name in own):
+    program_objects = peer.request("names", None, [[*own_names, *plain_names]], {})
+    if not any(name in program_objects for name in own_names):
         # If the tests use no other name of the program, they test a function that is named like a
         # built-in, such as `sum`.
-        own = [*own, *plain]
-    names.update({name: program_objects[name] for name in own if name in program_objects})
+        own_names = [*own_names, *plain_names]
+    names.update({name: program_objects[name] for name in own_names if name in program_objects})
     # Run the tests.
     exec(compile(tests, "tests.py", "exec"), names)
-    os.write(out, given["word"].encode())
+    os.write(out, message["word"].encode())
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:

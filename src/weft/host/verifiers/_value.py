@@ -56,9 +56,9 @@ def have_same_value(one: str, other: str) -> bool | None:
     distances = _measure_distance(a, b, 0)
     if distances is None:
         return None
-    apart, relative = distances
-    if not apart or not (a.decimal or b.decimal):
-        return not apart
+    distance, relative = distances
+    if not distance or not (a.decimal or b.decimal):
+        return not distance
     if relative > FAR:
         return False
     if relative > NEAR:

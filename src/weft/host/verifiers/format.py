@@ -27,9 +27,10 @@ def format_match(
     With `match` "full", the pattern must match the whole completion; with "search", a match of any
     part is enough.
 
-    The syntax is that of Python's `re`; `.` also matches line breaks. The default pattern requires
-    <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential
-    time, which is limited by the batch's deadline. Raises `ConfigError` for an invalid pattern.
+    The syntax is the same as in Python's `re`; `.` also matches line breaks. The default pattern
+    requires <think>...</think><answer>...</answer>. A pattern with nested repetition can take
+    exponential time, which is limited by the batch's deadline. Raises `ConfigError` for an invalid
+    pattern.
     """
     if match not in ("full", "search"):
         raise ConfigError(f"format: match={match!r} must be full or search")

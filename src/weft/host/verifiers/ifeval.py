@@ -5,8 +5,8 @@ Language Models"), which are defined here, the 58 of IFBench (`_ifbench`) and it
 (`_iftrain`).
 
 Each check returns whether a response follows an instruction, given the instruction's arguments. The
-definitions are those of the published evaluations, except that sentences and words are split by
-rules instead of nltk, and languages are detected by `detect`.
+definitions are the same as in the published evaluations, except that sentences and words are split
+by rules instead of nltk, and languages are detected by `detect`.
 """
 
 from __future__ import annotations
@@ -196,10 +196,12 @@ def _detect_by_words(text: str, script: str) -> str:
     tokens = text.split() if script == "DEVANAGARI" else WORD_OF_LETTERS.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)
     scores = {}
-    for language, known in WORDS.items():
+    for language, typical_words in WORDS.items():
         if SCRIPT_BY_LANGUAGE.get(language, "LATIN") == script:
-            own = sum(text.count(sign) for sign in LETTERS.get(language, ""))
-            scores[language] = sum(words[word] for word in known.split()) + 0.5 * own
+            num_letters = sum(text.count(sign) for sign in LETTERS.get(language, ""))
+            scores[language] = (
+                sum(words[word] for word in typical_words.split()) + 0.5 * num_letters
+            )
     default = SCRIPTS[script]
     best = max(scores, key=lambda language: (scores[language], language == default))
     return best if scores[best] > scores[default] else default
@@ -389,22 +391,23 @@ def is_followed(
     if instruction not in INSTRUCTIONS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, INSTRUCTIONS)))
     check = INSTRUCTIONS[instruction]
-    given = {}
+    set_arguments = {}
     for name, value in arguments.items():
         if value is not None:
-            given[name] = value
+            set_arguments[name] = value
     try:
         return any(
-            variant.strip() and check(variant, given)
+            variant.strip() and check(variant, set_arguments)
             for variant in (build_variants(response) if loose else [response])
         )
     except KeyError as error:
         raise DataError(
-            f"instruction {instruction!r} needs the argument {error}; it has {sorted(given)}"
+            f"instruction {instruction!r} needs the argument {error}; it has "
+            f"{sorted(set_arguments)}"
         ) from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(
-            f"the arguments {given} of instruction {instruction!r} cannot be used: {error}"
+            f"the arguments {set_arguments} of instruction {instruction!r} cannot be used: {error}"
         ) from error
 
 
@@ -443,11 +446,15 @@ def ifeval(
     for completion, row in zip(
         completions, _read_instructions(columns, len(completions)), strict=True
     ):
-        done = [is_followed(completion, id, given or {}, loose=loose) for id, given in row]
-        if not done:
+        followed = [
+            is_followed(completion, id, arguments or {}, loose=loose) for id, arguments in row
+        ]
+        if not followed:
             rewards.append(None)
         else:
-            rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
+            rewards.append(
+                float(all(followed)) if score == "all" else sum(followed) / len(followed)
+            )
     return rewards
 
 

@@ -152,11 +152,11 @@ class JudgeRequest:
     def build_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Return the JSON body of a request with these messages."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        given = {}
+        set_options = {}
         for name, value in sampling.items():
             if value is not None:
-                given[name] = value
-        return {"model": self.model, "messages": messages, **given, **self.extra}
+                set_options[name] = value
+        return {"model": self.model, "messages": messages, **set_options, **self.extra}
 
 
 @dataclass(frozen=True)
@@ -239,28 +239,31 @@ class Judge:
             bodies.append(None if messages is None else self.request.build_body(messages))
         keys = [self._compute_cache_keys(index, body) for index, body in enumerate(bodies)]
         requests = {}
-        for body, own in zip(bodies, keys, strict=True):
+        for body, vote_keys in zip(bodies, keys, strict=True):
             if body is not None:
-                for vote, key in enumerate(own):
+                for vote, key in enumerate(vote_keys):
                     requests[key] = (body, vote)
         # Collect the votes, each distinct key once.
         async with JudgeSession(self.endpoint, self.policy) as session:
             call = JudgeCall(self, session)
             vote_results = await _gather_results(
-                [call.vote(key, *each) for key, each in requests.items()]
+                [call.vote(key, *request) for key, request in requests.items()]
             )
         verdicts = dict(zip(requests, vote_results, strict=True))
         # Count repeated votes as cached, and average the votes of each completion.
         readable = []
-        for own in keys:
-            for key in own:
+        for vote_keys in keys:
+            for key in vote_keys:
                 if verdicts[key].reward is not None:
                     readable.append(key)
         counts = call.counts | {"calls": session.num_requests}
         counts["cached"] += len(readable) - len(set(readable))
-        rewards = []
-        for own in keys:
-            rewards.append(_average_votes([verdicts[key] for key in own]) if own else None)
+        rewards: list[float | None] = []
+        for vote_keys in keys:
+            if vote_keys:
+                rewards.append(_average_votes([verdicts[key] for key in vote_keys]))
+            else:
+                rewards.append(None)
         return rewards, counts | self.prices.compute_cost(counts)
 
     def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
@@ -271,10 +274,10 @@ class Judge:
         """
         if body is None:
             return []
-        own = "" if self.cache_file else f" {index}"
+        suffix = "" if self.cache_file else f" {index}"
         cache_keys: list[str] = []
         for vote in range(self.request.votes):
-            cache_keys.append(hash_request(self.endpoint.url, body, vote) + own)
+            cache_keys.append(hash_request(self.endpoint.url, body, vote) + suffix)
         return cache_keys
 
 

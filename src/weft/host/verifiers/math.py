@@ -217,11 +217,11 @@ def are_equal(answer: str, reference: str) -> bool:
 
 
 def _are_tidy_equal(answer: str, reference: str) -> bool:
-    one = tidy(answer)
-    other = tidy(reference)
-    known = _compare_known(one, other)
+    tidy_answer = tidy(answer)
+    tidy_reference = tidy(reference)
+    known = _compare_known(tidy_answer, tidy_reference)
     if known is None:
-        return are_equal_by_algebra(mark_formula(other), mark_formula(one))
+        return are_equal_by_algebra(mark_formula(tidy_reference), mark_formula(tidy_answer))
     return known
 
 
@@ -341,27 +341,28 @@ def _compare_lists(one: str, other: str) -> bool | None:
     return True if commas_are_points else None
 
 
-def _have_same_members(one: Sequence[str], other: Sequence[str]) -> bool:
+def _have_same_members(members: Sequence[str], other: Sequence[str]) -> bool:
     """Return whether two lists have the same members in any order."""
-    mine = list(one)
-    left = list(other)
-    for member in one:
+    unmatched = list(members)
+    remaining = list(other)
+    for member in members:
         spelled = next(
-            (n for n, candidate in enumerate(left) if candidate.strip() == member.strip()), None
+            (n for n, candidate in enumerate(remaining) if candidate.strip() == member.strip()),
+            None,
         )
         if spelled is not None:
-            mine.remove(member)
-            del left[spelled]
-    if len(mine) > MOST_MEMBERS:
+            unmatched.remove(member)
+            del remaining[spelled]
+    if len(unmatched) > MOST_MEMBERS:
         return False
-    for member in mine:
+    for member in unmatched:
         match = next(
-            (n for n, candidate in enumerate(left) if _are_tidy_equal(member, candidate)), None
+            (n for n, candidate in enumerate(remaining) if _are_tidy_equal(member, candidate)), None
         )
         if match is None:
             return False
-        del left[match]
-    return not left
+        del remaining[match]
+    return not remaining
 
 
 def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool:
@@ -390,15 +391,15 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
             and _are_tidy_equal(answer[:-1], expected)
         ):
             return True  # an exclamation mark, not a factorial
-        one = tidy(answer)
-        other = tidy(expected)
-        known = _compare_known(one, other)
+        tidy_answer = tidy(answer)
+        tidy_reference = tidy(expected)
+        known = _compare_known(tidy_answer, tidy_reference)
         if known is not None and (known or not several):
             return known
-        if are_equal_by_algebra(mark_formula(other), mark_formula(one)):
+        if are_equal_by_algebra(mark_formula(tidy_reference), mark_formula(tidy_answer)):
             return True
-        undecided = EITHER.search(answer) is not None and split_list(other) is None
-        if inside is None and not several and (undecided or is_formula(one)):
+        undecided = EITHER.search(answer) is not None and split_list(tidy_reference) is None
+        if inside is None and not several and (undecided or is_formula(tidy_answer)):
             return False
     # Let computer algebra find the answer in the whole text.
     text = completion if inside is None or several else rf"\boxed{{{inside}}}"

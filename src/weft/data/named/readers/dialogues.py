@@ -144,9 +144,9 @@ def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
                 )
             utterances = []
             for line in row["conversation"]:
-                for who in ("User", "Bot"):
-                    if line.get(who):
-                        utterances.append((who, line[who].strip()))
+                for speaker in ("User", "Bot"):
+                    if line.get(speaker):
+                        utterances.append((speaker, line[speaker].strip()))
             turns = _join_turns(utterances) or []
         if len(turns) < 2 or turns[0][0] != "User":
             use.skip("begun by the bot, or no reply")
@@ -170,7 +170,7 @@ def soda(
         speakers = list(row["speakers"])
         lines = list(row["dialogue"])
         orderly = len(set(speakers)) == 2 and all(
-            who == speakers[i % 2] for i, who in enumerate(speakers)
+            speaker == speakers[i % 2] for i, speaker in enumerate(speakers)
         )
         if not orderly or not lines or len(lines) % 2:
             use.skip("not two speakers in turn")
@@ -340,32 +340,34 @@ def trees(
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
     langs = lang.split(",") if isinstance(lang, str) else lang
-    wanted = message_trees.TreeFilter(
-        langs=tuple(each.strip() for each in langs if each.strip()),
+    tree_filter = message_trees.TreeFilter(
+        langs=tuple(language.strip() for language in langs if language.strip()),
         states=PROMPT_TREE_STATES if use.mode == "rl" else PROMPT_TREE_STATES[:1],
         top_k=None if use.mode == "rl" else top_k,
         least=least or {},
         most=most or {},
     )
     for tree in message_trees.read_trees(rows):
-        if not wanted.accepts_tree(tree):
+        if not tree_filter.accepts_tree(tree):
             use.skip("other languages, or not released and reviewed")
         else:
-            yield from _build_examples(tree, wanted, use.mode)
+            yield from _build_examples(tree, tree_filter, use.mode)
 
 
-def _build_examples(tree: Row, wanted: message_trees.TreeFilter, mode: str) -> Iterator[Example]:
+def _build_examples(
+    tree: Row, tree_filter: message_trees.TreeFilter, mode: str
+) -> Iterator[Example]:
     group = str(tree["message_tree_id"])
     if mode == "sft":
-        for path in message_trees.iterate_threads(tree, wanted):
+        for path in message_trees.iterate_threads(tree, tree_filter):
             yield make_example(
                 message_trees.to_messages(path), id=path[-1]["message_id"], group=group
             )
     elif mode == "rm":
-        for path, replies in message_trees.iterate_rankings(tree, wanted):
+        for path, replies in message_trees.iterate_rankings(tree, tree_filter):
             context = message_trees.to_messages(path)
             reply_messages = message_trees.to_messages(replies)
             yield Example(context, reply_messages, id=path[-1]["message_id"], group=group)
     else:
-        for path in message_trees.iterate_prompts(tree, wanted):
+        for path in message_trees.iterate_prompts(tree, tree_filter):
             yield Example(message_trees.to_messages(path), id=path[-1]["message_id"], group=group)

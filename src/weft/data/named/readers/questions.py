@@ -73,9 +73,9 @@ def question_answer(
     """
     pairs = PairReader(use, options)
     examples = (
-        each
+        example
         for index, row in enumerate(rows)
-        if (each := pairs.read(row, use.make_random(index))) is not None
+        if (example := pairs.read(row, use.make_random(index))) is not None
     )
     yield from (
         examples
@@ -154,12 +154,12 @@ class PairReader:
 
     def _with_input(self, question: str, row: Row, random: Random) -> str:
         options = self.options
-        more = fill_template(options["input"], row, random) if "input" in options else ""
-        low = more.lower()
-        none = any(each in low for each in options.get("no_input", []))
-        if not more or none or (options.get("input_once") and low in question.lower()):
+        appended = fill_template(options["input"], row, random) if "input" in options else ""
+        low = appended.lower()
+        none = any(phrase in low for phrase in options.get("no_input", []))
+        if not appended or none or (options.get("input_once") and low in question.lower()):
             return question
-        return question + random.choice(options.get("join", ["\n"])) + more
+        return question + random.choice(options.get("join", ["\n"])) + appended
 
 
 def _fill_conversations(
@@ -229,10 +229,10 @@ def each(
         random = use.make_random(index)
         question = fill_template(prompt, row, random)
         entries = pick_value(answers, row, random) or []
-        beside = (pick_value(labels, row, random) or []) if labels else [""] * len(entries)
-        if isinstance(entries, str) or len(entries) != len(beside):
+        entry_labels = (pick_value(labels, row, random) or []) if labels else [""] * len(entries)
+        if isinstance(entries, str) or len(entries) != len(entry_labels):
             raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
-        for entry, label in zip(entries, beside, strict=True):
+        for entry, label in zip(entries, entry_labels, strict=True):
             user_text = question
             answer = entry
             if templates:
@@ -389,9 +389,9 @@ def _build_examples(
         random = use.make_random("before", index)
         first = index // RUN_LENGTH * RUN_LENGTH
         others = []
-        for each in range(first, min(first + RUN_LENGTH, len(exchanges))):
-            if each != index:
-                others.append(each)
+        for other in range(first, min(first + RUN_LENGTH, len(exchanges))):
+            if other != index:
+                others.append(other)
         if others and random.random() < mix:
             before: tuple[str, ...] = exchanges[random.choice(others)]
         else:
@@ -402,7 +402,7 @@ def _build_examples(
 
 
 def _build_prompt(pair: tuple[str, str, str, str], random: Random) -> PromptAndReply:
-    one, other, source, target = pair
+    source_text, target_text, source, target = pair
     if random.random() > 0.5:
-        return random.choice(PROMPTS[target]).format(one), other
-    return random.choice(PROMPTS[source]).format(other), one
+        return random.choice(PROMPTS[target]).format(source_text), target_text
+    return random.choice(PROMPTS[source]).format(target_text), source_text

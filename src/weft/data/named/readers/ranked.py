@@ -218,7 +218,7 @@ def comparisons(
             use.skip("less confidence than asked for")
             continue
         post = info.get("article") or info.get("post") or ""
-        texts = [str(each["text"]).strip() for each in row["summaries"]]
+        texts = [str(summary["text"]).strip() for summary in row["summaries"]]
         choice = 0 if row["choice"] == 0 else 1
         if grouped:
             wins.setdefault(post, Counter()).update({texts[choice]: 1, texts[1 - choice]: 0})
@@ -295,15 +295,15 @@ def endings(
     """
     for index, row in enumerate(rows):
         choices = list(check_list(row[endings], endings))
-        right = row[label]
-        if right in ("", None):
+        correct_index = row[label]
+        if correct_index in ("", None):
             use.skip("no right ending is known")
             continue
-        best = choices.pop(int(right))
-        wrong = use.make_random(index).choice(choices)
+        correct_ending = choices.pop(int(correct_index))
+        wrong_ending = use.make_random(index).choice(choices)
         yield Example(
             text=str(row[text]),
-            replies=[make_assistant_message(best), make_assistant_message(wrong)],
+            replies=[make_assistant_message(correct_ending), make_assistant_message(wrong_ending)],
             group=str(row[text]),
         )
 
@@ -320,9 +320,9 @@ def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
         if (row.get("split", "train") == "train") != use.training:
             continue
         replies = list(check_list(row["responses"], "responses"))
-        bad = check_list(row.get("augmented") or [], "augmented")
-        if bad and use.training:
-            replies.append(use.make_random(index).choice(bad))
+        bad_replies = check_list(row.get("augmented") or [], "augmented")
+        if bad_replies and use.training:
+            replies.append(use.make_random(index).choice(bad_replies))
         yield from _build_comparison(
             make_alternating_messages(list(row["prefixes"])),
             [make_assistant_message(reply) for reply in replies],
