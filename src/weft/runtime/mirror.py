@@ -266,37 +266,33 @@ class RunMirror:
         listing = self._bucket.list_files()
         listing.pop(LOCK, None)
         self._remote = set(listing)
-        complete = {
+        valid = {
             unit: manifest
             for unit in {find_unit(name) for name in listing} - {None}
             if unit is not None
             and (manifest := read_manifest(self._bucket, unit, listing)) is not None
         }
         incomplete = [
-            name
-            for name in listing
-            if (unit := find_unit(name)) is not None and unit not in complete
+            name for name in listing if (unit := find_unit(name)) is not None and unit not in valid
         ]
         self._remove_remote(sorted(incomplete, key=lambda name: not name.endswith(".json")))
         for name in list_local_files(self._folder):
             unit = find_unit(name)
-            if (unit is None and name not in listing) or (
-                unit is not None and unit not in complete
-            ):
+            if (unit is None and name not in listing) or (unit is not None and unit not in valid):
                 remove(self._folder / name)
         for name, stamp in listing.items():
             if find_unit(name) is None and is_mirrored(name):
                 self._bucket.download(name, self._folder / name, stamp)
-        for unit, manifest in complete.items():
+        for unit, manifest in valid.items():
             if unit.startswith(f"{CHECKPOINTS}/"):
                 self._place_checkpoint(unit, manifest)
-        self._download_point(complete, listing)
+        self._download_point(valid, listing)
         local = list_local_files(self._folder)
         for name, state in local.items():
             if find_unit(name) is None and name != STATUS:
                 self._known[name] = state
         self._known_status = self._read_status()
-        for unit in complete:
+        for unit in valid:
             self._known_units[unit] = compute_state(unit, local)
 
     def _place_checkpoint(self, unit: str, manifest: bytes) -> None:
@@ -308,18 +304,18 @@ class RunMirror:
         target.parent.mkdir(parents=True)
         write(target, manifest)
 
-    def _download_point(self, complete: dict[str, bytes], listing: Mapping[str, FileStamp]) -> None:
+    def _download_point(self, valid: dict[str, bytes], listing: Mapping[str, FileStamp]) -> None:
         """Copy the newest intact recovery point, and remove the other ones here.
 
-        A damaged one is removed from `complete` and from the bucket.
+        A damaged one is removed from `valid` and from the bucket.
         """
-        points = [unit for unit in complete if unit.startswith(f"{RECOVER}/")]
+        points = [unit for unit in valid if unit.startswith(f"{RECOVER}/")]
         points.sort(key=lambda unit: -int(unit.rpartition("step")[2]))
         chosen = None
         for unit in points:
             folder = self._folder / unit
             manifest = self._folder / get_manifest(unit)
-            expected = json.loads(complete[unit])["files"]
+            expected = json.loads(valid[unit])["files"]
             if chosen is not None or compute_checksums(folder) != expected:
                 remove(manifest)
                 remove(folder)
@@ -330,21 +326,21 @@ class RunMirror:
                     self._bucket.download(
                         f"{unit}/{name}", folder / name, listing[f"{unit}/{name}"]
                     )
-            for name in json.loads(complete[unit]).get("folders", []):
+            for name in json.loads(valid[unit]).get("folders", []):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             if compute_checksums(folder) == expected:
-                write(manifest, complete[unit])
+                write(manifest, valid[unit])
                 chosen = unit
                 continue
             self._note(f"{self.url}/{unit} is damaged; using the recovery point before")
             remove(folder)
-            del complete[unit]
+            del valid[unit]
             self._remove_remote([get_manifest(unit), *(f"{unit}/{name}" for name in expected)])
         # The bucket keeps an older one until the run has written a newer one.
         for unit in points:
-            if unit != chosen and unit in complete:
+            if unit != chosen and unit in valid:
                 self._older_points.append(unit)
-                del complete[unit]
+                del valid[unit]
 
     # -- to the bucket
 
@@ -442,11 +438,8 @@ class RunMirror:
         retry(lambda: self._bucket.write(manifest, contents))
         self._remote.add(manifest)
         self._known_units[unit] = state
-        stale = []
-        for name in self._remote:
-            if find_unit(name) == unit and name not in (*names, manifest):
-                stale.append(name)
-        self._remove_remote(stale)
+        stored = [name for name in self._remote if find_unit(name) == unit]
+        self._remove_remote([name for name in stored if name not in (*names, manifest)])
 
     def _build_manifest(self, unit: str) -> bytes:
         """Return the manifest of a unit; also write that of a checkpoint into the working copy."""
@@ -455,11 +448,8 @@ class RunMirror:
             # A restart reads empty folders as well, which an object store does not have.
             values = json.loads(path.read_bytes())
             folder = self._folder / unit
-            folders = []
-            for place in folder.rglob("*"):
-                if place.is_dir():
-                    folders.append(place.relative_to(folder).as_posix())
-            values["folders"] = sorted(folders)
+            folders = [path for path in folder.rglob("*") if path.is_dir()]
+            values["folders"] = sorted(path.relative_to(folder).as_posix() for path in folders)
             return json.dumps(values, indent=1).encode()
         path.unlink(missing_ok=True)
         files = compute_checksums(path.parent)
