@@ -31,8 +31,8 @@ class RewardShaping:
         clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty
 
     The penalty is subtracted only from the rewards of truncated completions. If
-    `missing_eos_reward` is set, it first replaces their rewards. If the bound is None,
-    the rewards are not clipped.
+    `missing_eos_reward` is set, it first replaces their rewards. If the bound is None, the rewards
+    are not clipped.
     """
 
     max_reward_clip: float | None = option(

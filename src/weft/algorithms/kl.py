@@ -111,7 +111,7 @@ class AdaptiveKLController:
 
     def update(self, kl: float, num_sequences: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # The share is at most 1, so a batch beyond the horizon never flips the sign.
+        # The factor is at most 1, so a batch beyond the horizon never flips the sign.
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:

@@ -277,8 +277,8 @@ def _build_delta_kind(
     """Return the `PreferenceLossKind` of a loss that depends only on the difference of two scores.
 
     `loss` takes the better score minus the worse score, and the values of the options. `options`
-    are the names of the options that the loss reads besides beta. `score` is the kind of score.
-    Such a loss can be combined with every f-divergence.
+    are the names of the options that the loss reads besides beta. `score` is the kind of score:
+    "sum", "mean" or "free". Such a loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True

@@ -120,25 +120,25 @@ class RowStream:
         """Return the line at a position, and its number of bytes, which is 0 at the end of a file."""
         file, start = self._block_at
         skipped = position.offset - start
-        read = b""
+        content = b""
         if file == position.file and 0 <= skipped <= len(self._block):
-            read = self._block[skipped:]
+            content = self._block[skipped:]
         searched = 0
-        while (end := read.find(b"\n", searched)) < 0:
-            searched = len(read)
-            block = self._read(position.file, position.offset + len(read), BLOCK_BYTES)
-            read += block
+        while (end := content.find(b"\n", searched)) < 0:
+            searched = len(content)
+            block = self._read(position.file, position.offset + len(content), BLOCK_BYTES)
+            content += block
             if not block:
-                end = len(read) - 1
+                end = len(content) - 1
                 break
-            if len(read) > LONGEST_BYTES:
+            if len(content) > LONGEST_BYTES:
                 raise DataError(
                     f"{self._get_label(position.file)}:{position.line + 1}: has more than "
                     f"{LONGEST_BYTES:,} bytes"
                 )
-        self._block = read
+        self._block = content
         self._block_at = (position.file, position.offset)
-        return read[: end + 1], end + 1
+        return content[: end + 1], end + 1
 
     def _hash_before(self, position: StreamPosition) -> str:
         start = max(0, position.offset - CHECKED_BYTES)

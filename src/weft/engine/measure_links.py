@@ -154,10 +154,10 @@ def measure_with_other(engine: TorchEngine, device: torch.device) -> dict[str, A
 
 
 def _measure_contention(engine: TorchEngine, device: torch.device) -> float:
-    """Return the time of a pass while the other process computes too, relative to that alone.
+    """Return the time of a pass while the other process computes too, divided by its time alone.
 
-    A program that runs for some seconds on the machine disturbs one round at most; all forecasts for
-    several processes contain the result.
+    The least of several rounds counts, so that a short disturbance has no effect: forecasts for
+    several processes are multiplied by the result.
     """
     batch = build_batch([CONTENTION_TOKENS], get_vocab_size(engine))
     alone, together = [], []

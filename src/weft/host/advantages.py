@@ -269,7 +269,7 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
     the KL penalty of each token is subtracted from the advantages of this token and of all tokens
     before it (REINFORCE++).
 
-    With `pass_k` = k, the advantages maximise pass@k, the probability that at least
+    With `pass_k` = k, training with the advantages maximises pass@k, the probability that at least
     one of k completions of a prompt passes; `baseline` and `scale` are not used. A completion
     passes if its reward is above `pass_reward`. With `part_weights`, the rewards of each reward
     function are normalised separately and then added up with these weights (GDPO). With

@@ -27,9 +27,9 @@ class TeacherAdvantagesFunction(ConfiguredHostFunction):
       gradient of the KL at each position, with the preceding tokens held fixed. "On-Policy
       Distillation" (Thinking Machines Lab 2025) does this.
     - With `discount` 1, all later rewards count fully. The gradient is the gradient of the KL
-    between whole completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv
-    2306.08543, section 2.2) does this. Its methods for reducing the variance are not implemented
-    here.
+      between whole completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv
+      2306.08543, section 2.2) does this. Its methods for reducing the variance are not implemented
+      here.
 
     Input keys, with one value per completion token:
 

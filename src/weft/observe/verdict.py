@@ -50,13 +50,13 @@ def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     folders of the path, else the whole path.
     """
     titles = [run.title for run in runs]
-    choices = (
+    candidates = (
         [trial for _, trial in titles],
         [f"{experiment}/{trial}" for experiment, trial in titles],
         ["/".join(run.directory.absolute().parts[-2:]) for run in runs],
         [str(run.directory) for run in runs],
     )
-    labels = next((each for each in choices if len(set(each)) == len(runs)), choices[-1])
+    labels = next((names for names in candidates if len(set(names)) == len(runs)), candidates[-1])
     return [NamedRun(run, label, hue) for run, label, hue in zip(runs, labels, HUES, strict=False)]
 
 

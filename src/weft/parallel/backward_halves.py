@@ -42,11 +42,11 @@ def compute_input_half(
     from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
 
     # torch detaches the roots in place at the end, which fails for views.
-    cloned_roots = [root.clone() if root.dim() == 0 else root for root in roots]
-    weights = [leaf for leaf in _iterate_leaves(cloned_roots) if leaf is not states]
+    detachable_roots = [root.clone() if root.dim() == 0 else root for root in roots]
+    weights = [leaf for leaf in _iterate_leaves(detachable_roots) if leaf is not states]
     starts = cast(list[Tensor], list(gradients))
     _, groups = stage_backward_input(
-        cloned_roots, starts, [states], iter(cast(list[nn.Parameter], weights))
+        detachable_roots, starts, [states], iter(cast(list[nn.Parameter], weights))
     )
     return groups
 

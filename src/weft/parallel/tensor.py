@@ -98,11 +98,11 @@ class SplitVocabulary:
             [part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1
         )
 
-    def logsumexp(self, logits: Tensor) -> Tensor:
-        most = logits.detach().clone(memory_format=torch.contiguous_format)
+    def logsumexp(self, lse: Tensor) -> Tensor:
+        most = lse.detach().clone(memory_format=torch.contiguous_format)
         find_max_over_ranks(most, self.group)
         shift = torch.where(most.isfinite(), most, torch.zeros_like(most))
-        return sum_without_gradient((logits - shift).exp(), self.group).log() + shift
+        return sum_without_gradient((lse - shift).exp(), self.group).log() + shift
 
     def gather(self, logits: Tensor, columns: Tensor) -> Tensor:
         values = logits.gather(1, columns.clamp_min(0))

@@ -210,9 +210,8 @@ class SlotCaches:
         self.blocks = SlotManager(
             budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._uses_kernels
         )
-        runs_in_kernel = (
-            self._uses_kernels and network.config.experts is None
-        )  # torch computes experts
+        # torch computes experts
+        runs_in_kernel = self._uses_kernels and network.config.experts is None
         self.min_rows = LEAST_ROWS if device.type == "cpu" and not runs_in_kernel else 1
 
     def create_cache(self, room: int | None = None) -> KVCache:

@@ -181,9 +181,9 @@ class BatchGenerator:
         """Queue requests.
 
         Raises `DataError` if a prompt is empty, too long or has unknown ids, or if sampling cannot
-        continue from the tokens in `generated` (see `Sequence.continue_from`). Raises `ConfigError` if the
-        sampling settings of a request are invalid, and `RunError` if a request is submitted twice
-        or does not fit in the KV cache.
+        continue from the tokens in `generated` (see `scheduler.Sequence.continue_from`). Raises
+        `ConfigError` if the sampling settings of a request are invalid, and `RunError` if a request
+        is submitted twice or does not fit in the KV cache.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]

@@ -377,10 +377,10 @@ def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))
 
 
-def build_llama_keys(config: TransformerConfig, names: Mapping[str, str]) -> tuple[Key, ...]:
+def llama_keys_with_norms(config: TransformerConfig, norms: Mapping[str, str]) -> tuple[Key, ...]:
     """Return the locations of all parameters in a checkpoint that differs from Llama in its norms.
 
-    `names` maps the name of each norm of a block to its name in the checkpoint.
+    `norms` maps the name of each norm of a block to its name in the checkpoint.
     """
-    norms = (tensor(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in names.items())
-    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *norms)
+    keys = (tensor(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in norms.items())
+    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *keys)

@@ -55,8 +55,8 @@ class OutputVocabulary(Protocol):
         """Return the logits of all ids, without a gradient: [R, V] -> [R, vocabulary]."""
         ...
 
-    def logsumexp(self, own: Tensor) -> Tensor:
-        """Return the log-sum-exp of all logits, given that of the columns, [R]."""
+    def logsumexp(self, lse: Tensor) -> Tensor:
+        """Return the log-sum-exp of all logits, given the log-sum-exp of the columns, [R]."""
         ...
 
     def gather(self, logits: Tensor, columns: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class WholeVocabulary:
     def complete(self, logits: Tensor) -> Tensor:
         return logits
 
-    def logsumexp(self, own: Tensor) -> Tensor:
-        return own
+    def logsumexp(self, lse: Tensor) -> Tensor:
+        return lse
 
     def gather(self, logits: Tensor, columns: Tensor) -> Tensor:
         return logits.gather(1, columns)
