@@ -377,7 +377,7 @@ def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
     return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))
 
 
-def llama_keys_with_norms(config: TransformerConfig, norms: Mapping[str, str]) -> tuple[Key, ...]:
+def build_keys_with_norms(config: TransformerConfig, norms: Mapping[str, str]) -> tuple[Key, ...]:
     """Return the locations of all parameters in a checkpoint that differs from Llama in its norms.
 
     `norms` maps the name of each norm of a block to its name in the checkpoint.

@@ -60,7 +60,7 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
         "norm2": "pre_feedforward_layernorm",
         "norm2_post": "post_feedforward_layernorm",
     }
-    return common.llama_keys_with_norms(config, norms)
+    return common.build_keys_with_norms(config, norms)
 
 
 FAMILY = Family(

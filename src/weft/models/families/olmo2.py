@@ -31,7 +31,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     norms = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
-    return common.llama_keys_with_norms(config, norms)
+    return common.build_keys_with_norms(config, norms)
 
 
 FAMILY = Family(
