@@ -220,6 +220,15 @@ def test_a_plan_that_nobody_has_edited_is_as_its_file_says(
         assert "found.yaml: " not in capsys.readouterr().out
 
 
+def test_a_plan_of_longer_prompts_than_the_run_has_is_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("sft", "model.path=large", "search.gpu=H100", "n_gpus_per_node=8")
+    assert main(["plan", "search", *words, "--output", "long.yaml"]) == 0
+    more = ("dataset.path=rows.jsonl", "dataset.max_prompt_len=16", "allocation_mode=long.yaml")
+    assert main(["quickstart", *words, *more, "--dry-run=config"]) == 0
+
+
 def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*LARGE_WORDS, "n_gpus_per_node=4", "allocation_mode=plan.yaml", "--no-options")
     estimated = 'devices: "0-3", estimated: {seconds: 9.0}'

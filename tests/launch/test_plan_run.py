@@ -95,6 +95,7 @@ def test_a_prompt_longer_than_half_a_micro_batch(folder: Path) -> None:
         (SFTConfig, {"prompt_tokens": 20_000}, "model's context of 16,384 tokens"),
         (SFTConfig, {"answer_tokens": 16_384}, "model's context of 16,384 tokens"),
         (SFTConfig, {"prompt_tokens": 3000, "max_seqlen": 2048}, "dataset.max_seqlen=2048"),
+        (SFTConfig, {"prompt_tokens": 300, "max_prompt_len": 100}, "dataset.max_prompt_len=100"),
         (GRPOConfig, {"prompt_tokens": 300, "max_prompt_len": 100}, "dataset.max_prompt_len=100"),
         (GRPOConfig, {"answer_tokens": 5000}, "gen.max_new_tokens=1024"),
     ],

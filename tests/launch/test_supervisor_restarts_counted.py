@@ -149,11 +149,11 @@ def test_a_signal_while_ray_starts_ends_the_run(tmp_path, monkeypatch, number, c
     monkeypatch.setattr(supervisor, "adopt_orphans", lambda: None)
     monkeypatch.setattr(supervisor, "find_descendants", list)  # processes of other tests
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", ends_itself])
-    with pytest.raises(Interrupted, match="while the run was starting; the same command") as caught:
+    with pytest.raises(Interrupted, match="outside of a step; the same command") as caught:
         Supervisor(SimpleNamespace(control=control)).run()
     assert caught.value.exit_code == code
     if has_run:
         assert directory.read_status() == "stopped"
-        assert "while the run was starting" in (directory.path / "log.txt").read_text()
+        assert "outside of a step" in (directory.path / "log.txt").read_text()
     else:
         assert not directory.path.exists()

@@ -66,7 +66,7 @@ class RLGraphBuilder:
     has_model: bool  # whether a reward model contributes to the reward
     max_staleness: int = 0
     interruptible: bool = False
-    correction: SamplerCorrection | None = None  # corrects for samples of older weights
+    correction: SamplerCorrection | None = None  # for log-probs of the sampler that differ
     covariance: HighCovariance | None = None  # Clip-Cov or KL-Cov
 
     @classmethod

@@ -147,7 +147,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
     `name` and `other_name` are the names of the roles. Tokenizers without local files are compared
     later, once they are loaded.
     """
-    places = [role.tokenizer.path or role.path for role in (spec, other)]
+    places = [model.tokenizer.path or model.path for model in (spec, other)]
     files = [_find_tokenizer_file(place) for place in places]
     if (
         files[0] is None

@@ -108,7 +108,7 @@ def build_plan_lines(
         ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
     assumed = None
-    if experiment.plan:
+    if experiment.plan and is_plan_path(str(experiment.config.get("allocation_mode"))):
         assumed = forecast_run_step(_with_planned_lengths(experiment), target)
     target, expected = _forecast(experiment, facts, workload, target)
     described = describe_run(
@@ -206,7 +206,7 @@ def name_device_type(target: TargetDevices) -> str:
 
 
 def _with_planned_lengths(experiment: Experiment) -> Experiment:
-    """Return the experiment with the lengths that its plan assumes, unless options limit them.
+    """Return the experiment with the lengths that its plan assumes, up to the limits of the options.
 
     With the same assumed lengths, the estimates differ from those of the plan only for other
     reasons.
@@ -221,10 +221,19 @@ def _with_planned_lengths(experiment: Experiment) -> Experiment:
             names = ["prompt_tokens"]
     elif not isinstance(written.get("max_seqlen"), int):
         names = ["prompt_tokens", "answer_tokens"]
+    new_tokens = [
+        int(call.args.get("max_new_tokens") or MAX_NEW_TOKENS)
+        for call in experiment.graph.list_model_calls()
+        if call.method == "generate"
+    ]
+    limits = {
+        "prompt_tokens": written.get("max_prompt_len") or math.inf,
+        "answer_tokens": min(new_tokens, default=math.inf),
+    }
     for name in names:
         planned = estimates.get(name)
         if search.get(name) is None and type(planned) is int and planned > 0:
-            search[name] = planned
+            search[name] = int(min(planned, limits[name]))
     return replace(experiment, config={**experiment.config, "search": search})
 
 

@@ -152,8 +152,9 @@ def with_assumed_lengths(config: RunConfig) -> RunConfig:
             f"the model's context of {context:,} tokens; lower it"
         )
     if prompt is None:
-        room = context // 2 if answer is None else context - answer
-        prompt = int(min(DEFAULT_PROMPT_TOKENS, max(1, room)))
+        room = context / 2 if answer is None else context - answer
+        most = data.max_prompt_len or DEFAULT_PROMPT_TOKENS
+        prompt = int(min(DEFAULT_PROMPT_TOKENS, most, max(1, room)))
     if answer is None:
         answer = int(min(DEFAULT_ANSWER_TOKENS, context - prompt))
     changes: dict[str, Any] = {}
@@ -161,7 +162,6 @@ def with_assumed_lengths(config: RunConfig) -> RunConfig:
         changes["dataset"] = data = replace(data, max_prompt_len=prompt)
     samples_all = config.generation and config.algorithm != "distill"
     if not samples_all and not isinstance(data.max_seqlen, int):
-        prompt = min(prompt, data.max_prompt_len or prompt)
         changes["dataset"] = replace(data, max_seqlen=prompt + answer)
         if not config.generation:
             lengths = replace(config.search, prompt_tokens=prompt, answer_tokens=answer)

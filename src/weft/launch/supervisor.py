@@ -86,8 +86,9 @@ class Supervisor:
     def run(self) -> int:
         """Run child processes and return the exit code that the last one reports.
 
-        Raises `RunError` if a child was killed and is not replaced. The message names the process,
-        the machine and the calls that were running.
+        Raises `Interrupted` if a signal stopped the child outside of its steps, and `RunError` if a
+        child was killed and is not replaced. The message names the process, the machine and the
+        calls that were running.
         """
         lost = ""
         restarts = 0
@@ -103,7 +104,7 @@ class Supervisor:
                 if self._directory.read_status() == "finished":
                     return 0
                 step = self._read_last_step()
-                if -code in SIGNALS:
+                if -code in SIGNALS and self._lost_part is None:
                     raise self._record_stop(-code, step)
                 lost = self._describe_killed()
                 if step > furthest:
@@ -258,11 +259,11 @@ class Supervisor:
     def _record_stop(self, number: int, step: int) -> Interrupted:
         """Return the error for a child that the signal `number` has ended, and record the stop.
 
-        A session finishes its step after a signal and reports its exit code. Before the session is
-        open, for example while Ray starts, the signal ends the process.
+        During its steps, a session finishes a step after a signal and reports its exit code. At
+        other times, for example while Ray starts, the signal ends the process.
         """
         name = SIGNAL_NAMES.get(number, signal.Signals(number).name)
-        message = f"stopped by {name} while the run was starting; the same command continues it"
+        message = f"stopped by {name} outside of a step; the same command continues the run"
         if self._directory.has_run():
             append(self._directory.path, message)
             self._directory.set_status("stopped", step)

@@ -333,11 +333,11 @@ def _run_stages(
         compute_stage(layers, stages, stages - 1, head if network.shape.vocab > 1 else 0)
     )
     last_stage = layer.multiply(layers_at_end - 1).add(last, pass_cost.ends)
-    inner_stage = layer.multiply((layers - layers_at_end) / max(1, layout.pipeline - 1))
+    other_stage = layer.multiply((layers - layers_at_end) / max(1, layout.pipeline - 1))
     if layout.stages_per_rank > 1:
         slowest = all_layers.multiply(1.0 / layout.pipeline)
     else:
-        slowest = max(last_stage, inner_stage, key=lambda cost: cost.seconds)
+        slowest = max(last_stage, other_stage, key=lambda cost: cost.seconds)
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
     waiting = all_layers.seconds - slowest.seconds

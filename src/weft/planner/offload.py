@@ -20,8 +20,8 @@ def estimate_weight_copies(
 ) -> float:
     """Return the seconds that a call takes longer because its role's weights are in host memory.
 
-    Weights arrive layer by layer, while earlier layers compute. The `computed` seconds of the
-    call's first pass hide these copies, except for that of the first layer. Weights that the call
+    Weights arrive layer by layer, while earlier layers compute. The call's first pass, which computes
+    for `computed` seconds, hides as much of these copies, except for that of the first layer. Weights that the call
     has trained are copied to the host afterwards; other weights are still there.
     """
     width = network.element_bytes

@@ -340,17 +340,17 @@ class MessageExchange:
                 remote.append(message)
         return remote
 
-    def _begin(self, number: int) -> None:
-        """Pack the messages of the step at index `number`, and start sending and receiving them.
+    def _begin(self, index: int) -> None:
+        """Pack the messages of the step at `index`, and start sending and receiving them.
 
         The previous step is still in flight, so consecutive steps use different buffers. This step
-        uses the same buffers as the step at index `number` - 2, so the acknowledgements of that
+        uses the same buffers as the step at `index` - 2, so the acknowledgements of that
         step are awaited first.
         """
-        step = self._steps[number]
-        slot = number % 2
-        if number > 1:
-            _wait(self._flights[number - 2].acknowledgements)
+        step = self._steps[index]
+        slot = index % 2
+        if index > 1:
+            _wait(self._flights[index - 2].acknowledgements)
         mail = _split_buffer(self._filter_remote(step.receives), self._in[slot])
         sends = _split_buffer(step.sends, self._out[slot])
         read_messages = []
@@ -359,12 +359,12 @@ class MessageExchange:
                 read_messages.append(message)
         offsets = [(message, torch.empty(1, dtype=torch.int64)) for message in read_messages]
         posts = []
-        acknowledged = []
+        acknowledgements = []
         for message, buffer in sends:
             self._pack(message, buffer, step.index)
             if message.target in self._link.mapped_by:
                 posts.append((message.target, torch.tensor([buffer.storage_offset()])))
-                acknowledged.append((message.target, torch.empty(1, dtype=torch.int64)))
+                acknowledgements.append((message.target, torch.empty(1, dtype=torch.int64)))
             else:
                 posts.append((message.target, buffer))
         pending = self._link.post_messages(
@@ -376,7 +376,7 @@ class MessageExchange:
                 mail,
                 offsets,
                 pending,
-                self._link.post_messages(acknowledged, [], ACKNOWLEDGEMENT_TAG),
+                self._link.post_messages(acknowledgements, [], ACKNOWLEDGEMENT_TAG),
             )
         )
 

@@ -448,8 +448,8 @@ class RunMirror:
             # A restart reads empty folders as well, which an object store does not have.
             values = json.loads(path.read_bytes())
             folder = self._folder / unit
-            folders = [path for path in folder.rglob("*") if path.is_dir()]
-            values["folders"] = sorted(path.relative_to(folder).as_posix() for path in folders)
+            folders = [entry for entry in folder.rglob("*") if entry.is_dir()]
+            values["folders"] = sorted(entry.relative_to(folder).as_posix() for entry in folders)
             return json.dumps(values, indent=1).encode()
         path.unlink(missing_ok=True)
         files = compute_checksums(path.parent)

@@ -44,7 +44,7 @@ class ReallocationPlan:
 
 
 class TransferRunner:
-    """Plans of parameter transfers between engines, and the jobs that execute them.
+    """Creator of plans of parameter transfers, and of the jobs that execute them.
 
     A plan is created on first use and kept.
 
@@ -78,7 +78,7 @@ class TransferRunner:
     ) -> ReallocationPlan:
         """Return the plan that transfers the named parameters from `source` to `target`.
 
-        If the plan is not in the cache, it is created and sent to its ranks. `eta` is the weight of
+        If the plan does not exist yet, it is created and sent to its ranks. `eta` is the weight of
         the source's values in the target (see `MoveParameters`). It is only needed to estimate how
         many bytes the plan will send.
         """
