@@ -162,7 +162,7 @@ def _count_layers(
 
 @lru_cache(maxsize=4096)
 def _keep_stages(layout: Layout) -> Layout:
-    """Return a layout with the pipeline stages of another one, without its other degrees."""
+    """Return a layout that has the pipeline stages of `layout`, and degree 1 otherwise."""
     return Layout(
         pipeline=layout.pipeline, stages_per_rank=layout.stages_per_rank, turns=layout.turns
     )
