@@ -15,7 +15,6 @@ from weft.engine.spec_parts import (
     LoRASpec,
     PrefixSpec,
     check_adapters,
-    check_temperature,
     find_cache_problem,
     find_rope_problem,
     find_stop_ids_problem,
@@ -576,7 +575,10 @@ class GenerationSpec:
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds "
                 f"gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
-        check_temperature(self.temperature, self.greedy)
+        if self.temperature == 0.0 and not self.greedy:
+            raise ConfigError(
+                "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"
+            )
 
     @property
     def new_token_limit(self) -> int:

@@ -137,23 +137,6 @@ def find_cache_problem(gb: float) -> str | None:
     return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"
 
 
-def check_temperature(temperature: float, greedy: bool) -> None:
-    """Raise `ConfigError` if logits cannot be divided by the temperature, because it is too small.
-
-    With `greedy`, every temperature is accepted.
-    """
-    if temperature == 0.0 and not greedy:
-        raise ConfigError(
-            "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"
-        )
-    if 0.0 < temperature < LEAST_TEMPERATURE and not greedy:
-        raise ConfigError(
-            f"gen.temperature={temperature:g}: logits divided by it are not finite; write "
-            f"{LEAST_TEMPERATURE:g} or more, or "
-            "set gen.greedy=true for the likeliest token"
-        )
-
-
 def find_rope_problem(value: Any) -> str | None:
     """Return an error message if `value` is invalid for the option `rope_scaling`, else None."""
     if value is None:

@@ -18,7 +18,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.observe.metrics import is_step
 from weft.reading import MOST_DEPTH, read_object, read_yaml
-from weft.writing import open_file, replace_file
+from weft.writing import replace_file, resolve_destination
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
@@ -132,11 +132,11 @@ class StepFile:
     """JSON Lines file to which objects with a `step` are appended.
 
     Each append is a single write and is flushed, so that at most one line is lost if the process is
-    killed.
+    killed. Raises `UserError` if `path` exists but is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = resolve_destination(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one object as a line. NaN and infinities are written as null."""
@@ -149,7 +149,7 @@ class StepFile:
             for row in rows
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open_file(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(lines)
 
     def truncate(self, step: int) -> None:

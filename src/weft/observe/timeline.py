@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.observe.jsonl import convert_to_json
 from weft.observe.metrics import is_finite, is_step
-from weft.writing import open_file, write
+from weft.writing import resolve_destination, write
 
 HEAD = b"[\n"
 TAIL = b"\n]\n"
@@ -56,11 +56,12 @@ class TimelineSpan:
 class Timeline:
     """Writer of the timeline file of a run, which shows when each activity ran.
 
-    A resumed run appends to the existing file, with the same time origin.
+    A resumed run appends to the existing file, with the same time origin. Raises `UserError` if
+    `path` exists but is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = resolve_destination(path)
         self._threads: dict[tuple[str, str], tuple[int, int]] = {}
         self._processes: dict[str, int] = {}
         self._size = 0
@@ -146,7 +147,7 @@ class Timeline:
         stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
         line = json.dumps(stamped, allow_nan=False).encode()
         new = self._size == 0
-        with open_file(self._path, "wb" if new else "r+b") as file:
+        with self._path.open("wb" if new else "r+b") as file:
             file.seek(self._size)
             file.write((HEAD if new else b",\n") + line + TAIL)
         self._size += len(line) + 2

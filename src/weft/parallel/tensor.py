@@ -324,10 +324,10 @@ class _EndsConnection:
         return given[0] if self._shared is None else given[0][self._shared.tokens.own_rows]
 
     def _select_dropout(
-        self, layer: nn.Module, given: tuple[Tensor, TokenDropout | None, float]
-    ) -> tuple[Tensor, TokenDropout | None, float]:
+        self, layer: nn.Module, given: tuple[Tensor, TokenDropout, float]
+    ) -> tuple[Tensor, TokenDropout, float]:
         states, dropout, rate = given
-        if self._shared is not None and dropout is not None:
+        if self._shared is not None:
             dropout = dropout.select(self._shared.tokens.own_rows)
         return states, dropout, rate
 

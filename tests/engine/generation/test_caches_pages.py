@@ -334,11 +334,12 @@ def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.engine.generation.caches import SlotCaches, build_caches
     from weft.models.network.config import Rope
 
+    accelerator = torch.device("meta")
     cpu = torch.device("cpu")
-    assert isinstance(build_caches(build(), cpu, BUDGET), SlotCaches)
     monkeypatch.setattr(flex, "serves", lambda *_: True)
     monkeypatch.setattr(flash, "serves", lambda *_: False)
-    assert isinstance(build_caches(build(), cpu, BUDGET), PageCaches)
+    assert isinstance(build_caches(build(), accelerator, BUDGET), PageCaches)
+    assert isinstance(build_caches(build(), cpu, BUDGET), SlotCaches)
     for table, kind in ((True, PageCaches), (False, SlotCaches)):  # no compiler for FlexAttention
         with monkeypatch.context() as patch:
             patch.setattr(flex, "serves", lambda *_: False)
@@ -346,9 +347,11 @@ def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(
                 flash, "find_features", lambda table=table: flash.FlashFeatures(True, table)
             )
-            assert isinstance(build_caches(build(), cpu, BUDGET), kind)
+            assert isinstance(build_caches(build(), accelerator, BUDGET), kind)
     changing = Rope(theta=10000.0, dim=6, scaling="dynamic", values={"factor": 2.0, "original": 64})
-    assert isinstance(build_caches(build(replace(LLAMA, rope=changing)), cpu, BUDGET), SlotCaches)
+    assert isinstance(
+        build_caches(build(replace(LLAMA, rope=changing)), accelerator, BUDGET), SlotCaches
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -174,11 +174,10 @@ def build_caches(
     config, rope = network.config, network.config.rope
     # With a rotation that depends on the sequence's length, cached keys change.
     keys_are_fixed = rope is None or rope.scaling not in LENGTH_DEPENDENT_SCALINGS
-    can_read = _can_flash_read_pages(
-        config, device, next(network.parameters()).dtype
-    ) or flex.serves(device, config.head_dim)
-    if network.can_read_pages and keys_are_fixed and can_read:
-        return PageCaches(network, device, budget)
+    if device.type != "cpu" and network.can_read_pages and keys_are_fixed:
+        dtype = next(network.parameters()).dtype
+        if _can_flash_read_pages(config, device, dtype) or flex.serves(device, config.head_dim):
+            return PageCaches(network, device, budget)
     return SlotCaches(network, device, budget)
 
 

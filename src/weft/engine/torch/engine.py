@@ -49,6 +49,7 @@ from weft.engine.torch.step import (
 from weft.kernels import build_copy_queue
 from weft.models.network import transformer
 from weft.models.network.linear import StoredParameter
+from weft.models.network.moe import MoE
 from weft.models.network.packed import TopIds
 from weft.topology import Layout, Slice
 
@@ -242,6 +243,7 @@ class TorchEngine:
         self._reusable_caches = ReusablePageCaches()
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
+        self._expert_layers = [each for each in self._network.modules() if isinstance(each, MoE)]
         keep_sums_wide(device)
         # Measure in the role's dtype, in which passes compute: a trained network's parameters are
         # still float32 here.
@@ -356,6 +358,7 @@ class TorchEngine:
             self._checked,
             self._spec.seed if self._built.dropout else None,
             self._built.aux_loss,
+            self._expert_layers,
             self._masters.wait_for_copies,
         )
         stats = []

@@ -238,7 +238,8 @@ class MasterWeights:
                 elif name not in self._sent:
                     self._values.put(self._copies[name].detach(), master.detach())
         self._sent.clear()
-        self._values.hold()
+        if self._homed:
+            self._values.hold()
 
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
         """Start copying the new values of `masters` to the compute copies on the device.
@@ -285,7 +286,8 @@ class MasterWeights:
 
     def wait_for_copies(self) -> None:
         """Wait for all pending copies: parameters to the device and gradients to the host."""
-        self._gradients.finish()
+        if self._homed:
+            self._gradients.finish()
         if self._mover is not None:
             self._mover.wait_for_all()
 

@@ -32,7 +32,7 @@ from weft.engine.rows import (
 from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import put
-from weft.models.network.moe import MoEAuxLoss, take_expert_loads
+from weft.models.network.moe import MoE, MoEAuxLoss
 from weft.models.network.packed import RowGradient
 from weft.observe.expert_loads import EXPERT_LOAD
 
@@ -256,6 +256,7 @@ class OptimizerStep:
     checked: list[Loss]  # losses whose `by_row` declaration was verified; shared with the engine
     dropout_seed: int | None = None  # None without dropout
     aux_loss: AuxLoss = NO_AUX_LOSS
+    expert_layers: Sequence[MoE] = ()  # of `network`, to report their load
     # waits for pending copies of gradients and masters
     ready: Callable[[], None] = lambda: None
 
@@ -276,7 +277,7 @@ class OptimizerStep:
         self.collectives.run(
             self.network, parts, _TrainingProcessor(self, loss, total, passes), trains=True
         )
-        loads = take_expert_loads(self.network)
+        loads = [load for layer in self.expert_layers for load in layer.take_loads()]
         if loads:
             passes.stats.append({EXPERT_LOAD: Sum(torch.stack(loads).sum(), len(loads))})
         self.ready()

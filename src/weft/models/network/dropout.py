@@ -148,8 +148,8 @@ class TokenDropout:
 class EmbeddingDropout(nn.Module):
     """Dropout of the sum of token and position embeddings, [T, hidden]."""
 
-    def forward(self, states: Tensor, how: TokenDropout | None, rate: float) -> Tensor:
-        return states if how is None else how.drop(states, rate, EMBEDDING)
+    def forward(self, states: Tensor, dropout: TokenDropout, rate: float) -> Tensor:
+        return dropout.drop(states, rate, EMBEDDING)
 
 
 def _is_kept(words: Tensor, rate: float) -> Tensor:

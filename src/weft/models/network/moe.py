@@ -96,7 +96,7 @@ class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
     The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). Passes in
-    training mode add the load of the experts to `loads`, until `take_expert_loads` takes them.
+    training mode add the load of the experts to `loads`, until `take_loads` takes them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -139,15 +139,11 @@ class MoE(nn.Module):
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, weighted)
 
-
-def take_expert_loads(network: nn.Module) -> list[Tensor]:
-    """Return the loads that the layers with experts have recorded, and forget them."""
-    loads: list[Tensor] = []
-    for module in network.modules():
-        if isinstance(module, MoE):
-            loads += module.loads
-            module.loads = []
-    return loads
+    def take_loads(self) -> list[Tensor]:
+        """Return the loads recorded since the last call, and forget them."""
+        loads = self.loads
+        self.loads = []
+        return loads
 
 
 class MoEAuxLoss:

@@ -297,8 +297,9 @@ class Transformer(nn.Module):
             states = self.embed_in(states)
         if config.learned_positions is not None:
             states = states + self.positions(x.positions + config.position_offset)
-        dropped: Tensor = self.embed_dropout(states, keys, config.embed_dropout)
-        return dropped
+        if keys is not None:
+            states = self.embed_dropout(states, keys, config.embed_dropout)
+        return states
 
     def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
         """Run the local blocks and return their output [T, hidden].
