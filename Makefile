@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-shuffled test-slow test-processors test-without-compat bench gpu gpu-carry docs docs-serve check collect format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow test-exhaustive test-processors test-without-compat bench gpu gpu-carry docs docs-serve check collect format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,7 +43,10 @@ test-shuffled: install-dev ## the default tests in a random order of files, and 
 	$(PYTEST) -m "not slow" --random-order-bucket=module --random-order-seed=$(SEED)
 
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not exhaustive"
+
+test-exhaustive: install-dev ## the combinations that CI has no time for, such as every family in every layout; before a release
+	$(PYTEST) -m exhaustive
 
 PROCESSORS ?=
 test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"

@@ -77,11 +77,20 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        cases = item.get_closest_marker("default_cases")
-        if cases is not None and not any(part in item.callspec.id for part in cases.args):
+        if _is_other_case(item, "default_cases"):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and _is_other_case(item, "slow_cases"):
+            item.add_marker(pytest.mark.exhaustive)
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)  # not in the default tier either
         if IS_OLD and any(sign in item.nodeid for sign in TWO_HALVES):
             item.add_marker(pytest.mark.skip(reason="zero-bubble schedules need torch 2.13"))
+
+
+def _is_other_case(item: pytest.Item, mark: str) -> bool:
+    """Return whether the test has this mark, which lists cases, but is none of them."""
+    cases = item.get_closest_marker(mark)
+    return cases is not None and not any(part in item.callspec.id for part in cases.args)
 
 
 @pytest.hookimpl(tryfirst=True)

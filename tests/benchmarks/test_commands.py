@@ -27,6 +27,7 @@ def run(name: str, data_dir: Path, repo: Path, *words: str) -> tuple[int, str, s
     )
 
 
+@pytest.mark.slow_cases("dpo", "grpo")
 @pytest.mark.parametrize("name", ["sft", "rw", "dpo", "grpo"])
 def test_against_trl(name: str, data_dir: Path, repo: Path) -> None:
     if importlib.util.find_spec("trl") is None:
@@ -90,6 +91,7 @@ def test_ppo_says_what_it_needs(
     assert code == 2 and "pip install --no-deps --target" in err
 
 
+@pytest.mark.slow_cases("generate", "realloc", "runtime", "layouts", "plan-", "suite")
 @pytest.mark.parametrize(
     ("name", "said", "more"),
     [

@@ -41,13 +41,28 @@ CASES = {
 }
 
 
-def pairs(more: Mapping[str, str] = MappingProxyType({}), **layouts: str) -> list[tuple[str, str]]:
+def pairs(more: Mapping[str, str] = MappingProxyType({}), **layouts: str) -> list[Any]:
     """Return (case, layout) of each.
 
     Every case meets every degree and every layout meets a plain case: full products repeat what
-    these, and two processes, check already.
+    these, and two processes, check already. The slow tier has each case and each layout once, the
+    other pairs are exhaustive.
     """
-    return [(name, layout) for name, each in {**layouts, **more}.items() for layout in each.split()]
+    found = [
+        (name, layout) for name, each in {**layouts, **more}.items() for layout in each.split()
+    ]
+    # First the pairs of a new case and a new layout, then those of what is left.
+    seen: set[str] = set()
+    chosen = set()
+    for news in (2, 1):
+        for pair in found:
+            if len({*pair} - seen) == news:
+                chosen.add(pair)
+                seen.update(pair)
+    return [
+        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.exhaustive)
+        for pair in found
+    ]
 
 
 Compare = Callable[[Case, str, Ranks], None]
@@ -118,6 +133,7 @@ def test_a_prefix_of_two_processes(layout: str, ranks: Ranks, compare: Compare) 
     compare(Case(prefix=3), layout, ranks)
 
 
+@pytest.mark.slow_cases("t4", "t2p2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["t4", "d2t2", "t2p2"])
 def test_a_prefix_of_four_processes(layout: str, four_ranks: Ranks, compare: Compare) -> None:
@@ -147,6 +163,7 @@ def test_tensor_ranks_that_share_no_rows(ranks: Ranks, compare: Compare) -> None
     compare(WHOLE, "t2", ranks)
 
 
+@pytest.mark.slow_cases("t4", "t2c2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in FOUR if "t" in layout])
 def test_tensor_ranks_that_share_no_rows_more(
@@ -215,12 +232,14 @@ def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
+@pytest.mark.slow_cases("d2f2p2c2e2", "d2f2t2p2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2", "d2f2t2p2"])
 def test_eight_processes_are_as_one(layout: str, eight_ranks: Ranks, compare: Compare) -> None:
     compare(CASES["balanced"], layout, eight_ranks)
 
 
+@pytest.mark.slow_cases("tied", "dropout", "balanced")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_stages_that_share_packs(name: str, four_ranks: Ranks, compare: Compare) -> None:
@@ -244,6 +263,7 @@ def test_experts_in_stages_and_shards(
     compare(EXPERTS[name], layout, four_ranks)
 
 
+@pytest.mark.slow_cases("gpipe-c2p2", "zero_bubble-d2p2e2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
@@ -254,6 +274,7 @@ def test_schedules_of_combinations(
     compare(case, layout, four_ranks)
 
 
+@pytest.mark.slow_cases("1", "3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages_with_experts(stage: int, ranks: Ranks, compare: Compare) -> None:
@@ -262,8 +283,15 @@ def test_zero_stages_with_experts(stage: int, ranks: Ranks, compare: Compare) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", TWO)
-@pytest.mark.parametrize("name", ["tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    pairs(
+        {
+            name: " ".join(TWO)
+            for name in ("tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced")
+        }
+    ),
+)
 def test_two_processes_are_as_one_more(
     name: str, layout: str, ranks: Ranks, compare: Compare
 ) -> None:
@@ -292,6 +320,7 @@ def spawned_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
+@pytest.mark.slow_cases("family='gpt2'", "family='mixtral'", "zbv")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
@@ -327,6 +356,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.slow_cases("three", "dropout", "balanced", "zero bubble")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SEVERAL))
 def test_several_stages_on_each_of_two_processes_more(
@@ -370,12 +400,14 @@ HALVED = {
 }
 
 
+@pytest.mark.slow_cases("gpt2", "tied", "not shared out")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(HALVED))
 def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, compare: Compare) -> None:
     compare(HALVED[name], "d2p2", four_ranks)
 
 
+@pytest.mark.slow_cases("d2f2t2p2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d4f2p2", "d2f2t2p2"])
 def test_halved_passes_of_eight_processes(
@@ -384,6 +416,7 @@ def test_halved_passes_of_eight_processes(
     compare(HALVED["tied"], layout, eight_ranks)
 
 
+@pytest.mark.slow_cases("zbv")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
 def test_halved_passes_of_sharded_experts(
@@ -393,6 +426,7 @@ def test_halved_passes_of_sharded_experts(
     compare(case, "d2f2p2e2", four_ranks)
 
 
+@pytest.mark.slow_cases("interleaved_1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_several_stages_whose_experts_are_spread(
@@ -428,6 +462,7 @@ def test_a_transformers_module_on_two_processes(ranks: Ranks, compare: Compare) 
     compare(Case(options={"backend": "hf"}), "d2f1", ranks)
 
 
+@pytest.mark.slow_cases("1", "3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages(stage: int, ranks: Ranks, compare: Compare) -> None:
@@ -440,6 +475,7 @@ def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, compare: Com
     compare(staged(schedule, 9), "p4", four_ranks)
 
 
+@pytest.mark.slow_cases("gpt2-zero_bubble", "recomputed-gpipe")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 @pytest.mark.parametrize("name", ["gpt2", "recomputed"])
@@ -461,6 +497,7 @@ def test_a_run_goes_on_in_another_layout(
     go_on(CASES["llama"], saved, resumed, ranks, tmp_path)
 
 
+@pytest.mark.slow_cases("d4f4e2-d2p2e2", "d4f2e4-d1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -553,6 +590,7 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
         assert found == pytest.approx(wanted, rel=5e-3)
 
 
+@pytest.mark.slow_cases("full-p2", "lora-d2p2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["p2", "d2p2"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -177,6 +177,7 @@ def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     check(CASES[name], ranks)
 
 
+@pytest.mark.slow_cases("llama", "dropout", "recomputed", "mean scores", "kernels with windows")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_four_ranks_are_as_one(name: str, four_ranks: Ranks) -> None:

@@ -319,6 +319,7 @@ def test_two_ranks_in_every_form(case: Case, ranks: Ranks) -> None:
     check(case, ranks, 2)
 
 
+@pytest.mark.slow_cases("-m5", "-m9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -338,6 +339,7 @@ def test_four_ranks_are_one_network(case: Case, four_ranks: Ranks) -> None:
     check(case, four_ranks, 4)
 
 
+@pytest.mark.slow_cases("zero_bubble-mixtral", "1f1b-llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])

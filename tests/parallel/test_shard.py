@@ -142,6 +142,7 @@ def alone(case: Case) -> dict[str, torch.Tensor]:
     return gradients_of(network)
 
 
+@pytest.mark.slow_cases("-unmoved-True-False")
 @pytest.mark.default_cases(
     "interleaved_1f1b-False--False-False",
     "interleaved_1f1b-False-unmoved-True-True",

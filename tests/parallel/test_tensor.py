@@ -239,6 +239,7 @@ def test_a_part_of_every_layer(case: Case, ranks: Ranks) -> None:
     check_parts(case, ranks, 2)
 
 
+@pytest.mark.slow_cases("packed", "llama-lora", "gpt2-lora", "mixtral-lora")
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["packed", "lora"])
 @pytest.mark.parametrize("family", families.list_names())

@@ -136,6 +136,7 @@ def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     check(OWN[name], ranks, 2, shares_rows=name != "no rows shared")
 
 
+@pytest.mark.slow_cases("llama", "mixtral", "recomputed", "scores", "no rows shared")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OWN))
 def test_four_ranks_are_as_one(name: str, four_ranks: Ranks) -> None:

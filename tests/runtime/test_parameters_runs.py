@@ -103,10 +103,13 @@ def set_options(made: PPOConfig, options: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"actor_gen.layout": "d2f2"},
+        pytest.param({"actor_gen.layout": "d2f2"}, marks=pytest.mark.exhaustive),
         {"actor_gen.device_mesh": "1"},
         {"actor_train.layout": "d2", "actor_gen.layout": "t2", "ref.device_mesh": "1"},
-        {"actor_train.layout": "p2", "actor_gen.layout": "d2", "critic.layout": "d2"},
+        pytest.param(
+            {"actor_train.layout": "p2", "actor_gen.layout": "d2", "critic.layout": "d2"},
+            marks=pytest.mark.exhaustive,
+        ),
         {
             "actor_train.layout": "t2",
             "actor_gen.layout": "p2",
@@ -114,8 +117,11 @@ def set_options(made: PPOConfig, options: dict[str, str]) -> None:
             "critic_inf.layout": "d1",
         },
         {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "1,3"},
-        {"actor.layout": "c2", "actor_gen.layout": "d2", "critic.layout": "c2"},
-        {"actor.layout": "c2", "ref.layout": "c2"},
+        pytest.param(
+            {"actor.layout": "c2", "actor_gen.layout": "d2", "critic.layout": "c2"},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param({"actor.layout": "c2", "ref.layout": "c2"}, marks=pytest.mark.exhaustive),
         {"actor_train.layout": "c2p2", "actor_gen.layout": "t2", "critic.layout": "p2c2"},
     ],
 )
@@ -147,7 +153,14 @@ def on_deep(made: PPOConfig, root: Path) -> PPOConfig:
             "actor_gen.layout": "t2",
             "actor.pipeline_schedule": "interleaved_1f1b",
         },
-        {"actor_train.layout": "t2", "actor_gen.layout": "p2", "actor.pipeline_schedule": "zbv"},
+        pytest.param(
+            {
+                "actor_train.layout": "t2",
+                "actor_gen.layout": "p2",
+                "actor.pipeline_schedule": "zbv",
+            },
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_several_stages_on_a_device(root, deep, options):
@@ -231,10 +244,13 @@ def tokens(directory: Path) -> list[tuple[object, ...]]:
     "options",
     [
         {"actor.layout": "d2", "critic.layout": "d2"},
-        {"actor.layout": "t2", "critic.layout": "t2"},
+        pytest.param({"actor.layout": "t2", "critic.layout": "t2"}, marks=pytest.mark.exhaustive),
         {"actor.layout": "p2", "critic.layout": "p2"},
         {"actor_gen.layout": "d4", "actor_train.layout": "d1t2p2"},
-        {"actor.layout": "d2", "critic.layout": "d2", "critic.device_mesh": "2-3"},
+        pytest.param(
+            {"actor.layout": "d2", "critic.layout": "d2", "critic.device_mesh": "2-3"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_same_tokens_and_numbers_in_float64(root, exact, options):

@@ -69,6 +69,7 @@ def assert_equal_steps(one: Any, other: Any, *seeds: int) -> None:
     assert_equal_parameters(one, other)
 
 
+@pytest.mark.slow_cases("gemma2", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "qwen3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -> None:
     # transformers reads no tokenizer beside a scaled config.json of phi3
@@ -85,6 +86,7 @@ def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow_cases("scaled", "lora", "recomputed", "palm")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -95,6 +95,7 @@ GRADIENTS = (
 SLOW_MESHES = ("8,1,1", "1,8,1", "1,1,8")
 
 
+@pytest.mark.slow_cases("llama-8,1,1", "llama-1,1,8", "mixtral")
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -140,6 +141,7 @@ def test_a_mesh_computes_what_one_device_of_torch_does(
     assert_equal_parameters(one, again)
 
 
+@pytest.mark.slow_cases("2,2,2")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2,2,2", *SLOW_MESHES])
 def test_gradients_are_those_of_torch(mesh: str, tmp_path: Path) -> None:

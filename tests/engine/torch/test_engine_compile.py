@@ -91,6 +91,12 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "d2f2-{'recompute_every': 1}-inductor",
+    "p2-{}-inductor",
+    "t2-{'recompute_every': 1}-inductor",
+    "c2",
+)
 @pytest.mark.default_cases("recompute_every")
 @pytest.mark.parametrize(
     ("layout", "options", "backend"),
