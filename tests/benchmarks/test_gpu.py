@@ -142,6 +142,7 @@ def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert "**agreement failed**: exit code 1" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow_cases("there", "no jax")
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [[], ["jax"], ["optax"]], ids=["there", "no jax", "no optax"])
 def test_jax_is_measured_where_it_is_installed(absent: list[str], tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def either(config: Any, *backends: str) -> list[dict[str, float]]:
 ROUNDED = 1e-5
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_ppo_is_that_of_torch(root: Path, mixed: bool) -> None:
@@ -150,6 +151,7 @@ def write_rows_of_many_lengths(root: Path) -> None:
         write_jsonl(root / f"{name}.jsonl", own)
 
 
+@pytest.mark.slow_cases("sft", "ppo")
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sft, dpo, ppo, grpo], ids=lambda make: make.__name__)
 def test_nothing_is_compiled_after_the_first_step(

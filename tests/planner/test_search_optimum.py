@@ -26,6 +26,7 @@ def test_the_best_of_all_placements_is_found(seed: int) -> None:
         check_optimum(build_random_problem(draw, 200))
 
 
+@pytest.mark.slow_cases("100", "101", "102")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_the_best_of_more_placements_is_found(seed: int) -> None:

@@ -159,6 +159,7 @@ def test_layouts_with_experts_on_ranks_of_their_own() -> None:
             check(every, source, target, plan(source, target, node_of=nodes_of(4)))
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_every_pair_of_layouts_with_all_pipelines(number: int) -> None:

@@ -271,7 +271,7 @@ def test_a_kill_changes_neither_the_best_nor_the_end(tmp_path):
     assert list_steps(killed.path) == list_steps(whole.path) == [4, 7]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kill_at_many_moments_changes_neither_the_best_nor_the_end(tmp_path, monkeypatch):
     goes_on_from_pictures(tmp_path, monkeypatch, [n / 40 for n in range(1, 40)])
 

@@ -81,6 +81,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path, monkeypatch, variant):
     goes_on_from_every_picture(tmp_path, monkeypatch, variant, pictures=5)
 
 
+@pytest.mark.slow_cases("filter and staleness")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_a_kill_at_very_many_moments_changes_nothing(tmp_path, monkeypatch, variant):

@@ -163,6 +163,7 @@ def write_ppo(bucket: Path, output: Path, **more: Any) -> list[str]:
 
 
 # dp above 1 too, which EasyLM does not have for PPO
+@pytest.mark.slow_cases("4,2,1")
 @pytest.mark.parametrize("mesh", ["1,4,2", "4,2,1"])
 def test_ppo(mesh: str, bucket: Path, repo: Path, tmp_path: Path) -> None:
     words = write_ppo(bucket, tmp_path, mesh_dim=mesh, backend="jax")

@@ -135,6 +135,7 @@ def test_the_cut_into_micro_batches_changes_the_last_roundings_alone(tmp_path: P
     assert_equal_parameters(one, other)
 
 
+@pytest.mark.slow_cases("adamw", "palm")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "turn"),
