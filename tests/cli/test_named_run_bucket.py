@@ -12,8 +12,7 @@ from tests.cli.runs import write_run
 from weft.cli.main import main
 from weft.cli.named_run import with_names
 from weft.experiments import SFTConfig
-from weft.runtime.bucket_lock import BucketLock, LockOwner
-from weft.runtime.directory import LOCK
+from weft.storage.bucket_lock import LOCK, BucketLock, LockOwner
 from weft.storage.buckets import BucketFolder
 from weft.storage.copies import CACHE_VARIABLE, MANIFEST
 

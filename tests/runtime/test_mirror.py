@@ -15,7 +15,6 @@ from tests import object_store
 from tests.object_store import ObjectStore
 from weft.errors import ConfigError, RunError
 from weft.runtime import directory, mirror
-from weft.runtime.bucket_lock import BucketLock
 from weft.runtime.checkpoints import RecoveryPointStore, find_damage
 from weft.runtime.mirror import (
     RunMirror,
@@ -25,6 +24,7 @@ from weft.runtime.mirror import (
     is_mirrored,
     plan_uploads,
 )
+from weft.storage.bucket_lock import LOCK, BucketLock
 from weft.storage.buckets import BucketFolder
 from weft.storage.copies import MANIFEST
 
@@ -100,7 +100,7 @@ def check_end(folder: Path) -> None:
     of an earlier process.
     """
     names = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-    listed = list_bucket() - {directory.LOCK}
+    listed = list_bucket() - {LOCK}
     assert {name for name in names if is_mirrored(name)} <= listed
     units = {find_unit(name) for name in listed - names}
     assert all(unit is not None and get_manifest(unit) in listed for unit in units)
@@ -119,7 +119,7 @@ def test_a_run_is_in_the_bucket_and_goes_on_from_an_empty_disk(store: Path) -> N
     run_mirror = open_mirror(store / "one")
     continue_run(store / "one", run_mirror, until=3)
     run_mirror.close()
-    assert directory.LOCK not in list_bucket()
+    assert LOCK not in list_bucket()
     run_mirror = open_mirror(store / "two")
     here = {
         p.relative_to(store / "two").as_posix() for p in (store / "two").rglob("*") if p.is_file()
@@ -290,7 +290,7 @@ def test_an_error_of_the_store_ends_the_run_once(
     with pytest.raises(RunError, match="on fire"):
         run_mirror.close()
     monkeypatch.delenv(object_store.FAILS_FROM)
-    assert directory.LOCK not in list_bucket()
+    assert LOCK not in list_bucket()
     run_mirror = open_mirror(store / "two")
     continue_run(store / "two", run_mirror)
     run_mirror.close()

@@ -16,8 +16,8 @@ from weft.experiments.common import RunConfig, build_experiment
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
-from weft.runtime.bucket_lock import LockOwner
 from weft.runtime.directory import RunDirectory, admit, find_owner
+from weft.storage.bucket_lock import LockOwner
 from weft.storage.buckets import is_remote
 from weft.storage.copies import find_runs_folder
 from weft.storage.views import find_view_url, view_runs

@@ -19,7 +19,7 @@ from weft.errors import ConfigError
 from weft.observe.jsonl import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
 from weft.observe.run_list import count_tree_bytes, find_runs
-from weft.runtime.bucket_lock import BucketLock
+from weft.storage.bucket_lock import BucketLock
 from weft.storage.buckets import BucketFolder, explain_store_errors, is_remote
 
 CHECKPOINTS = "checkpoints"

@@ -30,6 +30,7 @@ from weft.observe.jsonl import read_json
 from weft.observe.run_files import RECORD, RunRecord, RunStart
 from weft.reading import explain_read_errors, make_folder, read_text
 from weft.redaction import mask_values, mask_words
+from weft.storage.bucket_lock import LOCK
 from weft.storage.buckets import find_bucket_problem
 from weft.storage.copies import find_runs_folder
 from weft.storage.views import STAMPS
@@ -161,7 +162,6 @@ Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
-LOCK = "run.lock"
 COPIES = "copies.json"  # versions of the models in buckets that the run uses, by URL
 MOST_DIFFERENCES = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")

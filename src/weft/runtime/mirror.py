@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 
 from weft.errors import ConfigError, RunError
-from weft.runtime.bucket_lock import BucketLock
-from weft.runtime.directory import CONFIG, LOCK, REPLACED, STATUS, compute_checksums, remove
+from weft.runtime.directory import CONFIG, REPLACED, STATUS, compute_checksums, remove
+from weft.storage.bucket_lock import LOCK, BucketLock
 from weft.storage.buckets import BucketFolder, FileStamp, explain_store_errors
 from weft.storage.copies import MANIFEST
 from weft.writing import TEMPORARY, write

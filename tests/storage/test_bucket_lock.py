@@ -12,8 +12,7 @@ import pytest
 
 from tests import object_store
 from weft.errors import ConfigError
-from weft.runtime.bucket_lock import BucketLock, LockOwner
-from weft.runtime.directory import LOCK
+from weft.storage.bucket_lock import LOCK, BucketLock, LockOwner
 from weft.storage.buckets import BucketFolder
 
 URL = "objects://b/runs/e/t"
@@ -30,7 +29,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_lock_of_a_killed_process_of_this_machine_is_replaced(store: Path) -> None:
     code = (
         "import os, signal; from tests import object_store; object_store.register();"
-        "from weft.runtime.bucket_lock import BucketLock; from weft.storage.buckets import BucketFolder;"
+        "from weft.storage.bucket_lock import BucketLock; from weft.storage.buckets import BucketFolder;"
         f"BucketLock(BucketFolder.open({URL!r})).take(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ})

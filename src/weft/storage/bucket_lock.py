@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, RunError
-from weft.runtime.directory import LOCK
 from weft.storage.buckets import BucketFolder, explain_store_errors
 
+LOCK = "run.lock"  # name of the file, in a local run directory too
 BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 PROCESSES = Path("/proc/self/ns/pid")  # names the machine's or container's set of processes
 
