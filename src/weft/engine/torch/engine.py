@@ -457,9 +457,9 @@ class TorchEngine:
         """
         if what == "weights":
             self._reusable_caches.drop()
-            self._masters.leave()
+            self._masters.offload()
         elif self._optimizer is not None:
-            self._optimizer.leave()
+            self._optimizer.offload()
 
     def onload(self, what: What) -> None:
         """Move weights or optimizer state back to the device.
@@ -468,9 +468,9 @@ class TorchEngine:
         forward passes and optimizer steps wait for the data that they need.
         """
         if what == "weights":
-            self._masters.come()
+            self._masters.fetch()
         elif self._optimizer is not None:
-            self._optimizer.come()
+            self._optimizer.fetch()
 
     # -- on disk
 
