@@ -98,9 +98,9 @@ def score(
     max_tokens: int,
 ) -> SequenceSample:
     """Return the outputs of a network for each id of a batch, as `TorchEngine.forward` does."""
-    how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
+    settings = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
     parts = split_batch(batch, max_tokens, "sequence")
-    work = ScoringProcessor(network, how, device)
+    work = ScoringProcessor(network, settings, device)
     outputs = []
     for result in collectives.run(network, parts, work, trains=False):
         if result is not None:
