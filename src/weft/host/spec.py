@@ -110,7 +110,7 @@ class RewardOptions:
     keep_parts: bool = False
 
     @property
-    def given(self) -> bool:
+    def has_functions(self) -> bool:
         """True if reward functions contribute to the reward."""
         return self.reward is not None or self.column is not None
 
