@@ -161,7 +161,10 @@ def prepare(
     counts = mask_read_rows(part, layout, settings)
     if counts.all() or "scores" in settings.want:
         return PreparedPass(
-            part, layout, Microbatch(packed, settings.want, settings.temperature, support), lambda out: out
+            part,
+            layout,
+            Microbatch(packed, settings.want, settings.temperature, support),
+            lambda out: out,
         )
     chosen = np.flatnonzero(counts)
     rows = put(chosen, device)
