@@ -237,12 +237,12 @@ def check_devices(experiment: Experiment, mode: str) -> None:
     from weft.launch.cluster import check_ray, get_device_kind
     from weft.launch.resolve import set_up_device
 
-    alone = mode == "local" and experiment.num_devices == 1
-    if not alone:
+    in_process = mode == "local" and experiment.num_devices == 1
+    if not in_process:
         get_device_kind(experiment)
         check_ray(experiment)
     several = JAX_COORDINATOR in os.environ
-    device = None if several or not alone else str(set_up_device(experiment, alone=True))
+    device = None if several or not in_process else str(set_up_device(experiment, in_process=True))
     for role, spec in experiment.roles.items():
         if spec.backend != JAX_BACKEND:
             continue
