@@ -443,7 +443,7 @@ def test_what_has_to_be_tokenized_first_is(
 
     assert ahead_of(PromptEncoder()) and ahead_of(PromptEncoder(), num_workers=None)
     assert not ahead_of(PromptEncoder(), num_workers=0, cache_dir=str(tmp_path / "a"))
-    assert not ahead_of(PromptEncoder(), most=5)
+    assert not ahead_of(PromptEncoder(), max_samples=5)
     monkeypatch.setattr(background_tokenizing, "MAX_SHAPES", 1)
     assert not ahead_of(PromptEncoder(), cache_dir=str(tmp_path / "b")), "too many kinds of rows"
     monkeypatch.undo()

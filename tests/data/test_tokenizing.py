@@ -248,8 +248,8 @@ def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
     monkeypatch.setattr(
         tokenizer_files,
         "encode_text",
-        lambda hf, text, most=None, **more: (
-            encoded(hf, text, most, **more),
+        lambda hf, text, max_tokens=None, **more: (
+            encoded(hf, text, max_tokens, **more),
             seen.append(len(text)),
         )[0],
     )

@@ -82,15 +82,15 @@ def tokenize_in_background(
 
     If possible, the table is a `BackgroundTokenTable`, which is filled during training. The caller
     has to start it. Otherwise, it is a complete `TokenTable`. This is the case if the cache has the
-    table, the files are small, `num_workers` is 0, or `source.most` is set. It is also the case if
-    a row can give several samples, or if the rows vary too much (see `_read_all_rows`).
+    table, the files are small, `num_workers` is 0, or `source.max_samples` is set. It is also the
+    case if a row can give several samples, or if the rows vary too much (see `_read_all_rows`).
 
     Raises `DataError` with a report on the invalid rows that were found.
     """
     files = find_files(source.path, source.split)
     if (
         source.num_workers == 0
-        or source.most is not None
+        or source.max_samples is not None
         or not isinstance(form, SingleSampleEncoder)
         or not are_large(files)
     ):

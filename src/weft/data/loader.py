@@ -120,16 +120,16 @@ def load_data(
     *,
     seed: int,
     progress: Reporter | bool | None = None,
-    most: int | None = None,
+    max_samples: int | None = None,
     ahead: bool = False,
 ) -> LoadedData:
     """Read, tokenize and mix the training and validation rows of a run.
 
     `dataset_type` is the experiment's default type. It is used unless `dataset.type` or a source's
     `type` is set, or a file contains Open-Assistant trees. If `progress` is False, no progress is
-    shown. `most` limits the number of samples read from each source. `ahead` allows large files to
-    be tokenized during training. Raises `ConfigError` for options that contradict each other or the
-    dataset type, and `DataError` with a report on every invalid row.
+    shown. `max_samples` limits the number of samples read from each source. `ahead` allows large
+    files to be tokenized during training. Raises `ConfigError` for options that contradict each
+    other or the dataset type, and `DataError` with a report on every invalid row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show_progress
@@ -148,7 +148,7 @@ def load_data(
         spec.num_workers,
         reporter,
         random_window=spec.random_window,
-        most=most,
+        max_samples=max_samples,
         ahead=ahead
         and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
     )

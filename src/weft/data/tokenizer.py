@@ -50,7 +50,7 @@ class Tokenizer:
         option: prefix of this tokenizer's options in error messages, such as "tokenizer"
         additions: system texts that are added to conversations for training
         draw: random generator for choices made during tokenization (see `with_draw`), or None
-        most_tokens: maximum number of tokens of a text, or None; for a longer text,
+        max_tokens: maximum number of tokens of a text, or None; for a longer text,
             `encode` can raise `RowTooLong`
     """
 
@@ -68,7 +68,7 @@ class Tokenizer:
         None  # random numbers for `additions`; None: nothing is random
     )
     # A text that certainly has more tokens is not tokenized: `RowTooLong` is raised.
-    most_tokens: int | None = None
+    max_tokens: int | None = None
 
     @classmethod
     def load(
@@ -116,7 +116,7 @@ class Tokenizer:
         `bos` determines whether the ids begin with BOS; None means the tokenizer's default. BOS is
         never added twice.
         """
-        ids = list(tokenizer_files.encode_text(self.hf, text, self.most_tokens)["input_ids"])
+        ids = list(tokenizer_files.encode_text(self.hf, text, self.max_tokens)["input_ids"])
         if (
             (self.add_bos if bos is None else bos)
             and self.bos_id is not None
@@ -159,7 +159,7 @@ class Tokenizer:
         if not self.hf.is_fast:
             return None
         encoding = tokenizer_files.encode_text(
-            self.hf, text, self.most_tokens, return_offsets_mapping=True
+            self.hf, text, self.max_tokens, return_offsets_mapping=True
         )
         return list(encoding["input_ids"]), [
             (int(a), int(b)) for a, b in encoding["offset_mapping"]

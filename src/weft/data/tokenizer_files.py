@@ -345,18 +345,18 @@ def apply_spec(
 
 
 def encode_text(
-    hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
+    hf: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
     Raises `DataError` if the text cannot be encoded. Raises `RowTooLong`, without encoding the
-    text, if its number of characters proves that it has more than `most` tokens. This saves time,
-    since some tokenizers need time that is quadratic in the length of the text.
+    text, if its number of characters proves that it has more than `max_tokens` tokens. This saves
+    time, since some tokenizers need time that is quadratic in the length of the text.
     """
-    if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
+    if max_tokens is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
-        if least > most:
-            raise RowTooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
+        if least > max_tokens:
+            raise RowTooLong("row", least, "dataset.max_seqlen", max_tokens, uncounted=True)
     with explain_read_errors(
         "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,

@@ -136,7 +136,8 @@ class RowSource:
         progress: function that returns a context manager showing progress
         columns: columns to rename, as {new name: name in the file}
         name: name for messages; if empty, the path is used
-        most: stop reading after this number of samples, and do not cache them; None means no limit
+        max_samples: number of samples after which reading stops, without using the cache; None
+            means no limit
     """
 
     path: str
@@ -147,7 +148,7 @@ class RowSource:
     columns: Columns = field(default_factory=dict)  # column name of the form -> column of the file
     name: str = ""  # name in messages; "": the path
     # Number of samples after which no more rows are read, without using the cache; None: no limit.
-    most: int | None = None
+    max_samples: int | None = None
 
 
 Chunk = list[tuple[str, Row | UnreadableRow | bytes]]  # (place, row, or the pickle of one)
@@ -167,10 +168,10 @@ def tokenize(
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
-    if source.most is not None:
+    if source.max_samples is not None:
         return _add_places(
             _encode_first_samples(
-                EncodingJob(form, lengths, tokenizer), files, source, source.most
+                EncodingJob(form, lengths, tokenizer), files, source, source.max_samples
             ),
             files,
         )
@@ -217,7 +218,7 @@ def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> E
     tokenizing them.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
-        tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
+        tokenizer = replace(tokenizer, max_tokens=lengths.max_seqlen)
     return EncodingJob(form, lengths, tokenizer)
 
 
@@ -303,9 +304,9 @@ def are_large(files: Sequence[Path]) -> bool:
 
 
 def _encode_first_samples(
-    job: EncodingJob, files: Sequence[Path], source: RowSource, most: int
+    job: EncodingJob, files: Sequence[Path], source: RowSource, max_samples: int
 ) -> TokenTable:
-    """Encode rows until there are `most` samples, and return a table of these samples.
+    """Encode rows until there are `max_samples` samples, and return a table of these samples.
 
     Raises `DataError` at the first invalid row.
     """
@@ -317,7 +318,7 @@ def _encode_first_samples(
         rows.append((str(place), row))
         outcomes.append(encode_rows(job, rows[-1:]))
         num_samples += len(outcomes[-1][0])
-        if num_samples >= most or outcomes[-1][2]:
+        if num_samples >= max_samples or outcomes[-1][2]:
             break
     return _assemble(rows, outcomes)
 

@@ -488,10 +488,10 @@ def load_fixed_prompts(
         replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
     )
     if context is None:
-        most = None
+        max_tokens = None
     else:
-        most = context - int(call.args["max_new_tokens"])
-    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
+        max_tokens = context - int(call.args["max_new_tokens"])
+    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, max_tokens=max_tokens)
 
 
 def check_suite_names(

@@ -20,7 +20,7 @@ from weft.data.lengths import EncodedSample
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import RowEncoder, RowSource, tokenize
+from weft.data.tokenizing import RowEncoder, tokenize
 from weft.errors import ConfigError
 from weft.registry import datasets, import_user_code
 
@@ -90,16 +90,7 @@ class RowDataset:
         self, form: RowEncoder, lengths: Any, util: DatasetUtility, path: str, split: str | None
     ) -> None:
         self.form = type(form)
-        of_util = (
-            util.cache_dir,
-            util.num_workers,
-            util.progress,
-            util.columns,
-            util.name,
-            util.most,
-        )
-        source = RowSource(path, split, *of_util)
-        self.table = tokenize(form, lengths, util.tokenizer, source)
+        self.table = tokenize(form, lengths, util.tokenizer, util.build_source(path, split))
 
     def __len__(self) -> int:
         return len(self.table)

@@ -53,7 +53,7 @@ class DatasetUtility:
             its beginning
         columns: columns to rename, as {name in the dataset type: name in the file}
         name: name to show in messages if the source is a named dataset, otherwise empty
-        most: number of samples after which reading stops; None means no limit
+        max_samples: number of samples after which reading stops; None means no limit
         ahead: True if large files may be tokenized during training
     """
 
@@ -68,7 +68,7 @@ class DatasetUtility:
     # Column name of the dataset type -> column of the source's file.
     columns: Columns = field(default_factory=dict)
     name: str = ""  # name of a named dataset, for messages; else ""
-    most: int | None = None  # number of samples after which no more rows are read; None: no limit
+    max_samples: int | None = None
     # Whether large files can be tokenized during training (`BackgroundTokenTable.start`).
     ahead: bool = False
 
@@ -76,6 +76,19 @@ class DatasetUtility:
     def differs_by_epoch(self) -> bool:
         """True if random draws make the samples differ from epoch to epoch."""
         return self.random_window > 0 or self.tokenizer.additions.tags
+
+    def build_source(self, path: str, split: str | None) -> RowSource:
+        """Return a source that reads `path` with these settings."""
+        return RowSource(
+            path,
+            split,
+            cache_dir=self.cache_dir,
+            num_workers=self.num_workers,
+            progress=self.progress,
+            columns=self.columns,
+            name=self.name,
+            max_samples=self.max_samples,
+        )
 
 
 @runtime_checkable
@@ -154,16 +167,7 @@ def build_table(
     are fields of `form` and of `LengthLimits`. Raises `ConfigError` for an unknown option, and
     `DataError` for rows that cannot be used.
     """
-    source = RowSource(
-        path,
-        split,
-        util.cache_dir,
-        util.num_workers,
-        util.progress,
-        util.columns,
-        util.name,
-        util.most,
-    )
+    source = util.build_source(path, split)
     job = EncodingJob(*split_options(form, options), util.tokenizer)
     if util.ahead and not util.differs_by_epoch:
         ahead = tokenize_in_background(job.form, job.lengths, job.tokenizer, source)
