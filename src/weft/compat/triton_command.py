@@ -11,9 +11,8 @@ from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.errors import ConfigError
 from weft.observe.jsonl import POLICIES
 
-STORE_PREFIX = (
-    ".triton_models/model_store_"  # Open-Assistant's path of model stores; rm or sft is appended
-)
+# Open-Assistant's path of model stores; rm or sft is appended.
+STORE_PREFIX = ".triton_models/model_store_"
 
 
 def add_command(commands: Any) -> None:
@@ -69,7 +68,7 @@ def _complete_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _write_store(arguments: argparse.Namespace) -> None:
-    """Write the store. A reward model ignores padding as in its tokenizer."""
+    """Write the model store. A reward model's score ignores its tokenizer's padding token."""
     from weft.compat import triton
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer

@@ -671,7 +671,7 @@ def test_configurations_are_literals() -> None:
         (["--llama.vocab_size=8"], "config.json says what it is"),
         (
             ["--load_checkpoint=params::f", "--load_llama_config=7b", "--llama.vocab_size=8"],
-            'has no effect in EasyLM beside --load_llama_config=7b; write --update_llama_config="dict(',
+            'has no effect in EasyLM with --load_llama_config=7b; write --update_llama_config="dict(',
         ),
         (["--load_checkpoint=params::f", "--load_llama_config=7c"], "nown are 1b, 3b"),
         (["--llama.fcm_max_ratio=0.1"], "forgetful causal mask"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.compat.open_assistant.key_mapping import IMPLIED, RL, RM, SFT, KeyMapping
-from weft.compat.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, map_keys
+from weft.compat.open_assistant.keys import KEYS, OPEN_ASSISTANT_KEYS, TRLX, TURN_TOKENS, map_keys
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
@@ -43,10 +43,12 @@ def options(base: RunConfig, **values: Any) -> dict[str, Any]:
 
 def test_every_key_is_in_the_table() -> None:
     assert set(THEIRS) <= set(KEYS)
-    assert {"learning_rate", "dtype", "model_name", "save_steps"}.isdisjoint(OWN) and {
+    assert {"learning_rate", "dtype", "model_name", "save_steps"}.isdisjoint(
+        OPEN_ASSISTANT_KEYS
+    ) and {
         "datasets",
         "loss_fn",
-    } <= OWN
+    } <= OPEN_ASSISTANT_KEYS
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_what_their_trainer_does_by_itself() -> None:
     )
     assert (
         made["model.tokenizer.chat_template"] == "oasst"
-        and made["model.tokenizer.add_tokens"] == TOKENS
+        and made["model.tokenizer.add_tokens"] == TURN_TOKENS
     )
     assert made["model.tokenizer.eos_token"] == "</s>"
     tagged = mapped(
@@ -352,10 +354,10 @@ def key_table() -> str:
     lines = ["| key | read by | in weft |", "|---|---|---|"]
     for name, key in {**KEYS, **TRLX}.items():
         if name != "implied":
-            says = key.says.replace("|", "\\|")
+            description = key.description.replace("|", "\\|")
             lines.append(
                 f"| `{name.removeprefix('trlx.')}` | "
-                f"{', '.join(names[mode] for mode in key.modes)} | {says} |"
+                f"{', '.join(names[mode] for mode in key.modes)} | {description} |"
             )
     return "\n".join(lines) + "\n"
 
