@@ -232,7 +232,7 @@ def _build_background_table(
             for index, message, long in outcome[2]:
                 problems.append((chunk[index], message, long))
 
-    # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
+    # Encode the chosen rows. If some are bad, encode all rows of the same shapes, to report on them.
     eager_rows = sorted(rows.eager_rows)
     encode(eager_rows)
     bad_shapes = {rows.shapes[row] for row, _, long in problems if long is None}

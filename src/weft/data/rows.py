@@ -73,8 +73,11 @@ class RowTooLong(BadRow):
         self.uncounted = uncounted
 
     def __str__(self) -> str:
-        least = "at least " if self.uncounted else ""
-        return f"the {self.part} has {least}{self.tokens:,} tokens, more than {self.option}={self.limit}"
+        bound = "at least " if self.uncounted else ""
+        return (
+            f"the {self.part} has {bound}{self.tokens:,} tokens, more than "
+            f"{self.option}={self.limit}"
+        )
 
 
 class TrackedRow(Mapping[str, Any]):

@@ -145,9 +145,8 @@ class RowSource:
     cache_dir: str | None = None
     num_workers: int | None = None
     progress: Reporter = show_progress
-    columns: Columns = field(default_factory=dict)  # column name of the form -> column of the file
-    name: str = ""  # name in messages; "": the path
-    # Number of samples after which no more rows are read, without using the cache; None: no limit.
+    columns: Columns = field(default_factory=dict)
+    name: str = ""
     max_samples: int | None = None
 
 

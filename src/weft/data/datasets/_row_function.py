@@ -129,15 +129,15 @@ def make_dataset_class(
         for key, value in options.items():
             if value is not None or key not in shipped.default_options:
                 row_options[key] = value
-        # Separate the options of the function from the options of the form.
-        of_function = {}
+        # Separate the options of the function from the options of the row encoder.
+        function_options = {}
         for key in function_parameters:
             if key in row_options:
-                of_function[key] = row_options.pop(key)
+                function_options[key] = row_options.pop(key)
         inner, lengths = split_options(shipped.form, {**shipped.default_options, **row_options})
         location = function.__module__, str(Path(file).resolve()), function.__qualname__
         return RowDataset(
-            RowFunctionEncoder(rows, inner, *location, digest, of_function),
+            RowFunctionEncoder(rows, inner, *location, digest, function_options),
             lengths,
             util,
             path,
