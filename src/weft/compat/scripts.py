@@ -166,7 +166,7 @@ def _parse_words(
                 flag_values.append(rest.pop(0))
             arguments.named.setdefault(flag, []).extend(flag_values)
         elif flag in values or flag in OWN_VALUES:
-            value = attached if equals else _pop_value(flag, rest)
+            value = attached if equals else _take_value(flag, rest)
             if flag in values:
                 arguments.named.setdefault(flag, []).append(value)
             else:
@@ -179,7 +179,7 @@ def _parse_words(
             assigned.append(f"{word.removeprefix('--no-')}=null")
         elif keys and word.startswith("--"):
             assigned.append(
-                _format_assignment(flag[2:], attached if equals else _pop_value(flag, rest))
+                _format_assignment(flag[2:], attached if equals else _take_value(flag, rest))
             )
         else:
             close = find_nearest(word, (*lists, *values, *flags), 1)
@@ -189,7 +189,7 @@ def _parse_words(
     return arguments, assigned
 
 
-def _pop_value(flag: str, rest: list[str]) -> str:
+def _take_value(flag: str, rest: list[str]) -> str:
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"{flag}: needs a value; write {flag} VALUE")
     return rest.pop(0)
