@@ -88,7 +88,7 @@ CHEATS = {
     ),
     "changes modules": WRONG + CHANGES_MODULES,
     "changes its end of the channel": WRONG
-    + "import sys\nsys.modules['_peer'].DO['call'] = lambda *a: 5",
+    + "import sys\nsys.modules['_peer'].OPERATIONS['call'] = lambda *a: 5",
     "looks everywhere": WRONG + LOOKS_EVERYWHERE,
     "reads frames": WRONG + READS_FRAMES,
     "writes everywhere": WRONG + WRITES_EVERYWHERE,

@@ -75,8 +75,8 @@ def _find_problem(reward: Any) -> str | None:
 class RewardOptions:
     """Options of the host function `reward`, which describes them in full.
 
-    `num_workers` and `chunk_size` say how the functions are called, and `keep_parts` is set by the
-    experiment.
+    `num_workers` and `chunk_size` control how the functions are called, and `keep_parts` is set by
+    the experiment.
     """
 
     reward: Any = option(
