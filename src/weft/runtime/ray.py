@@ -252,10 +252,8 @@ class RayDevices:
         return ray.put(raw)
 
     def export(self, requests: Sequence[TensorRequest]) -> list[bytes]:
-        promises = [
-            self._actors[request.rank].export.remote(request.ids, request.keys)
-            for request in requests
-        ]
+        actors = self._actors
+        promises = [actors[r.rank].export.remote(r.ids, r.keys) for r in requests]
         if self._cluster.wait(promises, EXPORT_SECONDS):
             raise _build_late_error(EXPORT_SECONDS)
         self._cluster.check_local_raylet()
