@@ -1,4 +1,4 @@
-"""`dataset.columns`: rows of any file under the names that a form reads."""
+"""`dataset.columns`: rows of any file, with the column names that a form reads."""
 
 from __future__ import annotations
 

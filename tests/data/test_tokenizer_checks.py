@@ -1,4 +1,4 @@
-"""Chat templates that would not end, or would fill the memory, are refused before they do."""
+"""Chat templates that would never end or exhaust the memory are refused beforehand."""
 
 from __future__ import annotations
 

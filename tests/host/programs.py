@@ -1,7 +1,4 @@
-"""Programs that try to score without being right, by name.
-
-Each begins with a function that is wrong.
-"""
+"""Programs that try to score although they are wrong. Each begins with a wrong function."""
 
 from __future__ import annotations
 
@@ -96,7 +93,7 @@ CHEATS = {
     "answers the tests itself": WRONG + ANSWERS_THE_TESTS_ITSELF,
 }
 
-# A class whose objects answer yes to everything.
+# A class whose objects return true for everything.
 YES = """
 class f:
     def __init__(self, *a): pass

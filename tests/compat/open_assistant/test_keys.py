@@ -12,7 +12,7 @@ from weft.compat.open_assistant.keys import KEYS, OPEN_ASSISTANT_KEYS, TRLX, TUR
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
-# Every key of `defaults`, of `defaults_rm`, of `defaults_rlhf`, and those that only other sections
+# Every key of `defaults`, `defaults_rm` and `defaults_rlhf`, and those that only other sections
 # have.
 NAMES = """
 rng_seed learning_rate gradient_checkpointing int8_training gradient_accumulation_steps per_device_train_batch_size
@@ -35,7 +35,7 @@ def mapped(base: RunConfig, given: dict[str, Any] | None = None, **values: Any) 
 
 
 def options(base: RunConfig, **values: Any) -> dict[str, Any]:
-    """What keys come to, without what Open-Assistant's trainers do by themselves."""
+    """Return the options for the keys, without those for built-in behavior of the trainers."""
     done = mapped(base, **values)
     assert done.rejections == []
     return {name: option.value for name, option in done.options.items() if option.key != IMPLIED}
@@ -349,7 +349,7 @@ def test_grpo_takes_what_it_has() -> None:
 
 
 def key_table() -> str:
-    """The Markdown table of Open-Assistant's keys and the options that they are mapped to."""
+    """Return the Markdown table of Open-Assistant's keys and the options that they are mapped to."""
     names = {SFT: "sft", RM: "rw", RL: "ppo"}
     lines = ["| key | read by | in weft |", "|---|---|---|"]
     for name, key in {**KEYS, **TRLX}.items():

@@ -1,4 +1,4 @@
-"""Fixed prompts: which files are read, and that a prompt has the tokens of a run's own prompts."""
+"""Fixed prompts: supported files, and tokens that equal those of a run's own prompts."""
 
 from __future__ import annotations
 
