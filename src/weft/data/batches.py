@@ -521,13 +521,14 @@ class StreamLoader:
         The first call iterates over the dataset to count them; later calls return the same result.
         """
         if self._first_epoch_counts is None:
-            ids = batches = most_tokens = 0
+            ids = batches = max_tokens = 0
             for batch in self._open_epoch(0):
-                ids = ids + batch.num_ids
-                batches = batches + 1
-                if (tokens := int(batch.token_costs().sum())) > most_tokens:
+                ids += batch.num_ids
+                batches += 1
+                tokens = int(batch.token_costs().sum())
+                if tokens > max_tokens:
                     self._largest = batch
-                    most_tokens = tokens
+                    max_tokens = tokens
                 if batches == self._limit:
                     break
             self._first_epoch_counts = (ids, batches)

@@ -230,8 +230,8 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
     samples: list[tuple[int, str | None, EncodedSample]] = []
     problems: list[Problem] = []
     counts = Counter[str]()
-    read = set[str]()
-    held = set[str]()
+    columns_read = set[str]()
+    present = set[str]()
     cuts: list[TemplateOmission] = []
     for index, (_, content) in enumerate(chunk):
         if isinstance(content, bytes):
@@ -241,7 +241,7 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
             if isinstance(content, UnreadableRow):
                 raise BadRow(content.reason)
             row = TrackedRow(content)
-            held.update(name for name, value in content.items() if value not in (None, "", []))
+            present.update(name for name, value in content.items() if value not in (None, "", []))
             own_id = read_id(row, job.form.id_key)
             with track_unread_keys() as unused:
                 row_samples = job.form.encode(row, job.tokenizer)
@@ -249,21 +249,21 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
             for encoded in row_samples:
                 unused |= encoded.unused
                 cuts += [replace(cut, row=index) for cut in encoded.cut]
-                sample, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
-                counts.update([*done, "both"] if len(done) > 1 else done)
+                sample, changes = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
+                counts.update([*changes, "both"] if len(changes) > 1 else changes)
                 if sample is not None:
                     samples.append((index, own_id, sample))
-            held |= unused
-            read |= row.read - unused
+            present |= unused
+            columns_read |= row.read - unused
         except (BadRow, DataError) as error:
             if isinstance(error, RowTooLong) and job.lengths.overlong == "drop":
                 counts["dropped"] += 1
-                read |= row.read
+                columns_read |= row.read
                 continue
             problems.append((index, str(error), error if isinstance(error, RowTooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
     report = TokenizationReport(
-        len(chunk), *cut, frozenset(read), frozenset(held), merge_omissions(cuts)
+        len(chunk), *cut, frozenset(columns_read), frozenset(present), merge_omissions(cuts)
     )
     return samples, report, problems
 
