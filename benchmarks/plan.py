@@ -136,7 +136,7 @@ def run_case(
     config, _ = build_config(words)
     experiment, mode = set_up_experiment(config, None)
     target = TargetDevices.from_experiment(experiment, mode)
-    resolved = resolve_run(experiment, set_up_device(experiment, alone=True))
+    resolved = resolve_run(experiment, set_up_device(experiment, in_process=True))
     rows = read_data(resolved, progress=False)
     forecast = forecast_run_step(resolved.experiment, target, rows.loaded)
     rows.loaded.close()

@@ -1,6 +1,4 @@
-"""DeepSpeed files: as Hugging Face's and Open-Assistant's users have them; every key is mapped,
-tunes, or is refused.
-"""
+"""DeepSpeed files of Hugging Face's and Open-Assistant's users: every key is mapped or refused."""
 
 from __future__ import annotations
 

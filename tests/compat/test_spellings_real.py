@@ -1,6 +1,4 @@
-"""ReaL's commands: the option names and kinds of values of its example scripts, one command for
-each, are read as weft's.
-"""
+"""Option names and values of ReaL's example scripts, one command for each, are read as weft's."""
 
 from __future__ import annotations
 
@@ -242,7 +240,7 @@ def test_each_other_name_has_a_note_that_says_what_became_of_it() -> None:
     "name", ["rew_inf.args.debug", "dataset.args.n_mbs", "launch.env.use_cuda_graph"]
 )
 def test_entries_of_a_mapping_are_nobody_elses_options(name: str) -> None:
-    """They are the user's own, whatever they are called."""
+    """The user chooses their names."""
     config, notes = made(PPOConfig(), f"{name}='3'")
     group, _, key = name.rpartition(".")
     assert value(config, group) == {key: "3"} and notes == []

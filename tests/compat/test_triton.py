@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_scores(path: Path, rows: list[list[int]], made: torch.Tensor, own: Any) -> None:
-    """That both are the scores of `rows` by weft's network, as far as float32 goes."""
+    """Check that both equal the scores of `rows` by weft's network, up to float32 rounding."""
     wide = hf_io.load(path, "score", dtype=torch.float64)
     whole = pack([torch.tensor(row) for row in rows])
     assert_computed(
@@ -126,7 +126,7 @@ def test_padding_that_ends_texts_is_skipped_as_the_engine_skips_it(root: Path) -
     own = engine.forward(
         build_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})
     ).data["scores"]
-    # a text of padding alone has its last token's score
+    # a text that consists of padding gets its last token's score
     check_scores(odd, [[5, 6, 7], [5, 6, 7], [2, 2]], module(*padded(rows)), own)
     assert own[0] == own[1]
 

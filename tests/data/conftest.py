@@ -1,4 +1,4 @@
-"""Real tokenizers, and small ones where a template's own tokens are wanted."""
+"""Real tokenizers, and small ones for templates with special tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def gpt2_core(data_dir: Path) -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="session")
 def with_template(gpt2_core: tokenizers.Tokenizer) -> Callable[..., Tokenizer]:
-    """GPT-2's vocabulary with the tokens that templates use, BOS `<s>`, EOS `</s>`, and the
-    template given.
+    """Return a tokenizer with GPT-2's vocabulary and a chat template.
+
+    The vocabulary also has the tokens that the templates use, BOS `<s>` and EOS `</s>`.
     """
 
     def make(template: str | None, **spec: object) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Chat templates written for the tests, each with one habit that real ones have."""
+"""Chat templates written for the tests, each with one peculiarity of real templates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INST = (
     "}}{% endif %}{% endfor %}"
 )
 
-# Roles in words that are several tokens long, EOS after every turn (as Zephyr's).
+# Role names that are several tokens long, EOS after every turn (as Zephyr's).
 WORDS = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -72,7 +72,7 @@ LATE_TOOLS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# A header in plain words, no end token and no generation prompt.
+# A header of plain words, no end token and no generation prompt.
 PLAIN = "{% for m in messages %}{{ ('### Human: ' if m.role == 'user' else '### Assistant: ') + m.content + '\n' }}{% endfor %}"
 
 # The last reply ends with another token than those before it (as gpt-oss's).
@@ -105,7 +105,7 @@ CALLS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Says who it is where nobody does (as Qwen 2.5's).
+# Adds a system message if there is none (as Qwen 2.5's).
 INTRODUCED = (
     "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are Hi<|im_end|>\n' }}{% "
     "endif %}" + CHATML
@@ -124,8 +124,8 @@ LATE_CALLS = (
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 
-# Cuts off what precedes the end of thoughts in a content, in the last turn too (as DeepSeek R1
-# distill's).
+# Removes everything up to the end of the thoughts from a content, even in the last turn (as
+# DeepSeek R1 distill's).
 CUTS_THOUGHTS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content "
     "}}"

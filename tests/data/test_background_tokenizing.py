@@ -1,6 +1,4 @@
-"""Rows that are tokenized while training goes on: the samples, order, cache and reports of rows
-that are tokenized first.
-"""
+"""Rows that are tokenized during training: same samples, order, cache and reports as in advance."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ COUNT = 60  # rows
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files are large, and chunks are small."""
+    """Treat all files as large, and make chunks small."""
     monkeypatch.setattr(tokenizing, "PARALLEL_BYTES", 0)
     monkeypatch.setattr(background_table, "CHUNK", 7)
     monkeypatch.setattr(background_tokenizing, "CHUNK", 7)
@@ -269,7 +267,7 @@ def test_tokenizers_that_may_write_many_characters_for_one_have_no_bound(
 
 
 class Worker:
-    """An encoding process as a thread."""
+    """Encoding process that runs as a thread."""
 
     def __init__(self) -> None:
         (read, write), (answers, to) = os.pipe(), os.pipe()
@@ -443,7 +441,7 @@ def test_what_has_to_be_tokenized_first_is(
 
     assert ahead_of(PromptEncoder()) and ahead_of(PromptEncoder(), num_workers=None)
     assert not ahead_of(PromptEncoder(), num_workers=0, cache_dir=str(tmp_path / "a"))
-    assert not ahead_of(PromptEncoder(), most=5)
+    assert not ahead_of(PromptEncoder(), max_samples=5)
     monkeypatch.setattr(background_tokenizing, "MAX_SHAPES", 1)
     assert not ahead_of(PromptEncoder(), cache_dir=str(tmp_path / "b")), "too many kinds of rows"
     monkeypatch.undo()
@@ -478,7 +476,7 @@ def data_of(tokenizer: Tokenizer, tmp_path: Path, *, in_front: bool, **options: 
 def both(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """The same data, tokenized while batches are made and before."""
+    """Return a function that loads data tokenized during training, and tokenized in advance."""
     monkeypatch.setattr(background_table, "start_process", Worker)
     made: list[LoadedData] = []
 

@@ -1,4 +1,4 @@
-"""Replies out of rows of every form, and worse ones."""
+"""Replies from rows of every form, and worse replies made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask covers what the assistant wrote and its end token, whatever the template."""
+"""The mask covers the assistant's text and its end token, for every template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TALK = [
 
 
 def trained(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     runs: list[list[int]] = []
     for index, (id, on) in enumerate(zip(ids, mask, strict=True)):
         if on and index and mask[index - 1]:
@@ -89,7 +89,7 @@ def test_a_template_without_end_tokens_gets_eos_after_the_last_reply(with_templa
     assert ids[-1] == tokenizer.eos_id
     assert tokenizer.turn_end is None and tokenizer.list_stop_ids() == [tokenizer.eos_id]
     conversation = tokenizer.mask_chat(TALK[1:4])
-    assert conversation.ids[-1] != tokenizer.eos_id  # the user has the last word
+    assert conversation.ids[-1] != tokenizer.eos_id  # the conversation ends with the user
 
 
 def test_end_tokens_stop_generation(with_template: Make) -> None:
@@ -355,7 +355,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Fi
 def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(
     with_template: Make, template: str
 ) -> None:
-    """Replies and questions that are found anywhere, in headers too, and in each other."""
+    """Replies and questions also occur in headers and in each other."""
     tokenizer = with_template(getattr(templates, template))
     says, asks = ["user", "a", "a", "assistant"], ["a", "assistant", "<|im_start|>", "a"]
     talk = [
@@ -410,7 +410,7 @@ def test_templates_for_parts_are_refused(with_template: Make) -> None:
 
 
 def test_a_reply_that_is_rendered_elsewhere_is_no_turn_to_learn(with_template: Make) -> None:
-    """The template keeps what follows the last dash of a reply."""
+    """The template keeps only the text after the last dash of a reply."""
     cut = with_template(templates.CHATML.replace("m.content", "m.content.split(' - ')[-1]"))
     with pytest.raises(
         DataError,
@@ -466,7 +466,7 @@ def test_calls_and_their_results_in_a_context(with_template: Make) -> None:
 
 @pytest.mark.parametrize("words", ["", "Let me see."])
 def test_calls_before_the_tools_are_written(with_template: Make, words: str) -> None:
-    """Nothing of the earlier turns is rendered as it was when they were the last ones."""
+    """The earlier turns are rendered differently from when they were the last ones."""
     talk = [
         TALK[1],
         {**CALL, "content": words},
@@ -499,7 +499,7 @@ def test_a_last_turn_of_the_user_is_told(with_template: Make) -> None:
 
 
 def test_a_tokenizer_with_a_template_for_tools(with_template: Make) -> None:
-    """The one called tool_use renders conversations with tools, and its markers count for these."""
+    """The template `tool_use` renders conversations with tools, and its markers apply to them."""
     tokenizer = with_template({"default": templates.CHATML, "tool_use": templates.MARKED})
     found = tokenizer.mask_chat(TALK, TOOLS)
     assert trained(tokenizer, found.ids, found.mask) == [

@@ -1,4 +1,4 @@
-"""`dataset.columns`: rows of any file under the names that a form reads."""
+"""`dataset.columns`: rows of any file, with the column names that a form reads."""
 
 from __future__ import annotations
 
@@ -185,10 +185,10 @@ def test_a_name_that_the_form_does_not_read_is_refused():
 
 
 def test_every_form_that_reads_rows_has_its_names():
-    from weft.data.columns import NAMES
+    from weft.data.columns import TYPE_COLUMNS
 
     # `stream` reads rows of the other types.
-    assert {*NAMES, "prompt", "stream"} == set(registry.datasets.list_shipped())
+    assert {*TYPE_COLUMNS, "prompt", "stream"} == set(registry.datasets.list_shipped())
 
 
 def test_from_the_command_line():

@@ -32,7 +32,7 @@ def tokenizer(with_template: Make) -> Tokenizer:
 
 @pytest.fixture
 def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
-    """`opened(form, rows or path, **options)` builds the dataset."""
+    """Return a function of (form, rows or path, **options) that builds the dataset."""
 
     def build(form: str, rows: Any, use: Tokenizer = tokenizer, **options: Any) -> MapDataset:
         path = rows
@@ -50,7 +50,7 @@ def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
 
 
 def texts(tokenizer: Tokenizer, sample: SequenceSample) -> tuple[str, list[str]]:
-    """(prompt, trained text of each completion)."""
+    """Return (prompt, trained text of each completion)."""
     masks = sample.sequences("loss_mask")
     trained = [
         tokenizer.decode(ids[mask > 0].tolist())
@@ -78,7 +78,7 @@ def test_prompt_answer(opened: Open, tokenizer: Tokenizer) -> None:
         ("Add\n2 2\n", ["4</s>"]),
         ("Two? \n", ["2</s>"]),
         ("", ["plain text</s>"]),
-        ("Two?", [" 2</s>"]),  # the blank and the digit are one token, so it is the answer's
+        ("Two?", [" 2</s>"]),  # the blank and the digit are one token, which belongs to the answer
     ]
     assert [found[i].ids[0] for i in range(4)] == ["7", "1", "2", "3"]
     dtypes = {key: value.dtype for key, value in found[0].data.items()}
@@ -559,7 +559,7 @@ def test_answers_give_way_before_prompts(opened: Open, tokenizer: Tokenizer) -> 
     rows = [{"prompt": " a" * 9, "answer": " b" * 9}, {"prompt": " a" * 10, "answer": " b" * 9}]
     found = opened("prompt_answer", rows, max_seqlen=10)
     assert texts(tokenizer, found[0]) == (" a" * 9, [" b"])
-    # no room for an answer beside all of the prompt
+    # no room for an answer after the whole prompt
     assert texts(tokenizer, found[1]) == (" a" * 5, [" b" * 5])
 
 

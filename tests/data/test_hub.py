@@ -1,4 +1,4 @@
-"""What is asked of the hub, how often, and what is said where it does not answer."""
+"""Requests to the hub: which ones, how many, and messages if it does not answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Api:
-    """The hub's own, which answers every question with an error, or late."""
+    """The hub's API, in which every request fails, or is answered late."""
 
     def __init__(self, answer: Exception | float) -> None:
         self.answer, self.asked = answer, list[str]()
@@ -103,7 +103,7 @@ def test_what_the_hub_has_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def dead_hub() -> Iterator[tuple[str, list[int]]]:
-    """The address of a hub that hangs up, and a list that grows with each call."""
+    """The address of a hub that closes connections, and a list that grows with each request."""
     server, calls = socket.create_server(("127.0.0.1", 0)), list[int]()
 
     def serve() -> None:

@@ -10,7 +10,7 @@ from weft.data.lengths import EncodedSample, RandomWindow
 
 
 def sample(prompt: int, mask: str) -> EncodedSample:
-    """Ids 100, 101, ...; `mask` of the completion, 1 where a token is trained."""
+    """Return a sample of ids 100, 101, ...; `mask` is 1 for trained tokens of the completion."""
     ids = list(range(100, 100 + prompt + len(mask)))
     return EncodedSample(ids[:prompt], [ids[prompt:]], [[on == "1" for on in mask]])
 
@@ -27,7 +27,7 @@ def test_every_place_with_something_to_learn_is_as_likely() -> None:
     encoded = sample(4, "1100000011")  # ids 100..113, trained: 104, 105, 112, 113
     found = Counter(whole(one)[0] for one in parts(RandomWindow(4, 1.0), encoded, 3000))
     # A window that begins at 105 or 106 to 108 trains nothing: 105 would be its first token, which
-    # nothing precedes.
+    # is not trained.
     assert set(found) == {101, 102, 103, 104, 109, 110}
     assert all(abs(count / 3000 - 1 / 6) < 0.03 for count in found.values())
 

@@ -1,6 +1,4 @@
-"""Batches: the same in every run, another part of each source every epoch, and an exact position at
-every step.
-"""
+"""Batches: equal in every run, with another part of each source every epoch, and resumable."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Make = Callable[..., Tokenizer]
 
 
 class Numbers:
-    """Map-style: `count` samples, sample i with i % 7 + 1 tokens."""
+    """Map-style dataset of `count` samples; sample i has i % 7 + 1 tokens."""
 
     def __init__(self, count: int, name: str = "n") -> None:
         self.count, self.name = count, name
@@ -48,7 +46,7 @@ class Numbers:
 
 
 class Batches:
-    """Iterable: `count` batches of 1 to 3 ids; every epoch another start, if `fresh`."""
+    """Iterable dataset of `count` batches of 1 to 3 ids, which differ by epoch if `fresh`."""
 
     def __init__(self, count: int, fresh: bool = False) -> None:
         self.count, self.first, self.fresh = count, 0, fresh
@@ -74,7 +72,7 @@ def loader(
 
 
 def epoch_of(source: BatchLoader) -> list[tuple[str, ...]]:
-    """The ids of each batch of one epoch."""
+    """Return the ids of each batch of one epoch."""
     batches = [source.next_batch().ids]
     while not source.epoch_done:
         batches.append(source.next_batch().ids)
@@ -197,7 +195,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_golden_order() -> None:
-    """The order is part of what recovery promises; numpy's generators keep their streams."""
+    """Recovery depends on the order, and numpy guarantees the streams of its generators."""
     source, sample = compute_epoch_order(
         [SourceShare("a", 6, fraction=0.5), SourceShare("b", 3)], seed=7, epoch=2, shuffle=True
     )
@@ -233,7 +231,7 @@ def test_every_epoch_draws_another_part() -> None:
     # 40 draws of 5 % miss a row with probability 0.95^40, about one in eight
     assert len(set().union(*drawn)) > 800
     alone = compute_epoch_order(shares[:1], 1, 3, False)[1].tolist()
-    assert set(alone) == drawn[3]  # what a source gives does not depend on its company
+    assert set(alone) == drawn[3]  # the draws from a source do not depend on the other sources
 
 
 def test_weights_share_an_epoch_without_repetition() -> None:

@@ -1,6 +1,4 @@
-"""Mixtures with datasets known by name: shares, fresh subsets, validation sets, names that stay
-apart.
-"""
+"""Mixtures with named datasets: shares, fresh subsets, validation sets, and separate names."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from weft.testing.datasets import build_small_tokenizer
 
 @pytest.fixture
 def copy(tmp_path: Path) -> str:
-    """A copy of gsm8k: 20 rows to train on, 6 of its test split."""
+    """Return a copy of gsm8k with 20 rows for training and 6 of its test split."""
     for name, count in (("train", 20), ("test", 6)):
         rows = [{"question": f"{name} {i}", "answer": f"#### {i}"} for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Open-Assistant's trees: the three kinds of lines, what is wanted, threads, rankings and prompts."""
+"""Open-Assistant's trees: the kinds of lines, invalid ones, threads, rankings and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.data.rows import BadRow
 
 
 def node(name: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A message called after who speaks: p.. the prompter, a.. the assistant."""
+    """Return a message named after its speaker: p.. for the prompter, a.. for the assistant."""
     role = "prompter" if name.startswith("p") else "assistant"
     usual = {
         "message_id": name,

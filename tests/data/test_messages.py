@@ -1,6 +1,4 @@
-"""What messages may hold: weights of turns, thoughts under several names, and keys that nobody
-reads.
-"""
+"""Contents of messages: weights of turns, names of thoughts, and keys that are ignored."""
 
 from __future__ import annotations
 
@@ -241,7 +239,7 @@ def test_a_column_of_another_kind_is_named(
 def load(
     rows: list[dict[str, Any]], type: str, tokenizer: Tokenizer, folder: Path
 ) -> tuple[str, ...]:
-    """The notes on a file of these rows."""
+    """Return the notes on a file of these rows."""
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     spec = DatasetSpec(
         path=str(folder / "talks.jsonl"), train_bs_n_seqs=1, cache_dir=str(folder / "cache")
@@ -252,9 +250,7 @@ def load(
 def test_older_function_calls_are_trained_and_reported_nowhere(
     with_template: Make, tmp_path: Path
 ) -> None:
-    """OpenAI's form before tools: `function_call`, turns of the role `function`, schemas in a
-    column `functions`.
-    """
+    """OpenAI's older form: `function_call`, the role `function`, schemas in a column `functions`."""
     talk = [
         ASKED,
         {

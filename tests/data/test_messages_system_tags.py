@@ -1,4 +1,4 @@
-"""What stands around a conversation: the constant system text, and the tags of each reply."""
+"""Additions to a conversation: the constant system text, and the tags of each reply."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_prefix_stands_before_a_system_message_of_ones_own() -> None:
 
 
 def test_the_system_text_is_not_trained_whatever_it_says(with_template: Any) -> None:
-    """Defect 2: neither the prefix, nor a tag, though both may say what the reply says."""
+    """Defect 2: neither the prefix nor a tag is trained, even if the reply has the same text."""
     tokenizer: Tokenizer = replace(
         with_template(templates.CHATML), additions=ConversationAdditions("Hello", tags=True)
     )

@@ -1,6 +1,4 @@
-"""Preference rows in the shapes that people publish: what is the prompt, what is learned, and what
-is not used.
-"""
+"""Preference rows in common formats: the prompt, the trained part, and the unused parts."""
 
 from __future__ import annotations
 
@@ -50,13 +48,13 @@ def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
 
 
 def whole(tokenizer: Tokenizer, sample: SequenceSample) -> list[str]:
-    """Each sequence, prompt and completion, as text."""
+    """Return each sequence, prompt and completion, as text."""
     prompt = sample.sequences("prompt")[0].tolist()
     return [tokenizer.decode([*prompt, *ids.tolist()]) for ids in sample.sequences("completion")]
 
 
 def learned(tokenizer: Tokenizer, sample: SequenceSample) -> list[str]:
-    """The trained part of each completion."""
+    """Return the trained part of each completion."""
     pairs = zip(sample.sequences("completion"), sample.sequences("loss_mask"), strict=True)
     return [tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in pairs]
 
@@ -219,7 +217,7 @@ def test_columns_that_are_not_used_are_said_once(tmp_path: Path, tokenizer: Toke
     }
     path = tmp_path / "ultra.jsonl"
     path.write_text("\n".join(json.dumps({**row, "empty": None}) for _ in range(3)))
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, from the cache
         spec = DatasetSpec(path=str(path), train_bs_n_seqs=2, cache_dir=str(tmp_path / "cache"))
         data = load_data(spec, "preference", tokenizer, seed=1, progress=False)
         assert data.notes == (

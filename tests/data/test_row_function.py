@@ -1,4 +1,4 @@
-"""A dataset written as one function of a row is the shipped one of the rows that it makes."""
+"""A dataset written as one function of a row equals the built-in dataset of the same rows."""
 
 from __future__ import annotations
 

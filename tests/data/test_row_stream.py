@@ -122,7 +122,7 @@ def test_what_is_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
         with pytest.raises(DataError, match="the files have no rows"):
             empty.read_next()
-    monkeypatch.setattr(row_stream, "LONGEST_BYTES", 20)
+    monkeypatch.setattr(row_stream, "MAX_LINE_BYTES", 20)
     long = open_files("disk", {"a.jsonl": b"1" * 99}, tmp_path / "long", monkeypatch)
     with pytest.raises(DataError, match=r"a\.jsonl:1: has more than 20 bytes"):
         long.read_next()

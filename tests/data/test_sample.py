@@ -1,4 +1,4 @@
-"""The laws of SequenceSample, over random groups of random shape."""
+"""Properties of SequenceSample, for random groups of random shape."""
 
 from __future__ import annotations
 

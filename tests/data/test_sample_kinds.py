@@ -1,6 +1,4 @@
-"""A sample of numpy arrays and one of torch tensors: every operation gives the same, in the kind it
-was given.
-"""
+"""A sample of numpy arrays and one of torch tensors: operations agree, and keep the kind."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ KINDS: dict[str, type[Any]] = {"numpy": np.ndarray, "torch": torch.Tensor}
 
 
 def sample(kind: str) -> SequenceSample:
-    """Three prompts with 2, 1 and 3 completions."""
+    """Return three prompts with 2, 1 and 3 completions."""
     counts = [[2, 3], [1], [2, 2, 4]]
     made = SequenceSample.from_groups(
         ["a", "b", "c"],

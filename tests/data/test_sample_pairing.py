@@ -11,9 +11,7 @@ from weft.data.mixture import pair_short
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.floats(0, 1), st.integers(0, 99))
 def test_every_sample_comes_once(costs: list[int], probability: float, seed: int) -> None:
-    """Open-Assistant's collator joined a sample that was left over to a copy of the last one
-    (defect 13).
-    """
+    """Open-Assistant's collator joined a leftover sample to a copy of the last one (defect 13)."""
     order, bounds = pair_short(
         np.asarray(costs, dtype=np.int64), 10, probability, np.random.default_rng(seed)
     )

@@ -1,4 +1,4 @@
-"""Rows of every kind of file, each with its line, and files that hold none."""
+"""Rows of every kind of file, each with its line number, and files without rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows of Parquet and Arrow files are those of the JSON that they were made from, whatever keys
-other rows have.
-"""
+"""Rows of Parquet and Arrow files equal those of the JSON from which they were made."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def parquet(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def arrow_stream(rows: list[dict[str, Any]], folder: Path) -> None:
-    """As `datasets` saves to disk, with the files about them that it writes beside."""
+    """Write a folder as `datasets` saves it to disk, including its other files."""
     table = pyarrow.Table.from_pylist(rows)
     with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
         writer.write_table(table)
@@ -93,7 +91,7 @@ def test_no_key_of_another_row_is_added(tmp_path: Path, write: Write) -> None:
 
 @pytest.mark.parametrize("others", [[{"a": 1, "b": 2}], [{"a": 1, "b": None}], []])
 def test_a_null_and_a_missing_key_make_the_same_file(others: list[dict[str, Any]]) -> None:
-    """Why both are left out: nothing in the file says which of them it was."""
+    """This is why both are left out: the file does not distinguish them."""
     held, lacks = (
         [{"s": row} for row in (*others, row)] for row in ({"a": 1, "b": None}, {"a": 1})
     )

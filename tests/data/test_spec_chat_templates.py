@@ -1,4 +1,4 @@
-"""Chat templates by name: what each of them trains, as text, and the tokens they bring."""
+"""Chat templates by name: the text that each of them trains, and the tokens that it adds."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load(data_dir: Path, **spec: Any) -> Tokenizer:
 
 
 def marked(tokenizer: Tokenizer, messages: Any) -> str:
-    """The conversation's text with its trained parts in ⟦ ⟧."""
+    """Return the conversation's text with its trained parts in ⟦ ⟧."""
     conversation = tokenizer.mask_chat(messages)
     ids, mask = conversation.ids, conversation.mask
     text, begin = "", 0
@@ -107,7 +107,7 @@ def test_what_is_trained_of_every_form(name: str, data_dir: Path) -> None:
 
 
 def test_tulu_is_what_easylm_writes_byte_for_byte(data_dir: Path) -> None:
-    """EasyLM strips contents and the whole text, and trains what each assistant says and its end."""
+    """EasyLM strips contents and the whole text, and trains the assistant's text and its end."""
     tokenizer = load(data_dir, chat_template="tulu")
     talk = [{**turn, "content": f" \n{turn['content']}\t "} for turn in TALK]
     written = ""
@@ -121,7 +121,7 @@ def test_tulu_is_what_easylm_writes_byte_for_byte(data_dir: Path) -> None:
 
 
 def test_a_leading_system_message_is_never_trained(data_dir: Path) -> None:
-    """Open-Assistant's collator trained it: the parity of -1 is odd (defect 2)."""
+    """Open-Assistant's collator trained it, because -1 is odd (defect 2)."""
     tokenizer = load(data_dir, chat_template="oasst", add_tokens=["template"])
     conversation = tokenizer.mask_chat(TALK)
     ids, mask = conversation.ids, conversation.mask
@@ -130,7 +130,7 @@ def test_a_leading_system_message_is_never_trained(data_dir: Path) -> None:
 
 
 def test_the_chat_window_keeps_the_conversation_behind_a_system_prefix(data_dir: Path) -> None:
-    """Open-Assistant's model_cli printed the prefix alone (defect 6)."""
+    """Open-Assistant's model_cli printed only the prefix (defect 6)."""
     tokenizer = load(data_dir, chat_template="oasst", add_tokens=["template"])
     text = tokenizer.render(TALK[:2], add_generation_prompt=True)
     assert text == f"<|system|>Be brief.{EOS}<|prompter|>Hi{EOS}<|assistant|>"

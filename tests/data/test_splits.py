@@ -1,4 +1,4 @@
-"""Division of items into contiguous parts by their costs."""
+"""Division of items into contiguous parts by cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 
 
 def best_largest(costs: list[int], parts: int) -> int:
-    """The smallest largest part of a contiguous split, by dynamic programming."""
+    """Return the minimum, over all contiguous splits, of the largest part's cost."""
     count = len(costs)
     table = {(0, 0): 0}
     for p in range(1, parts + 1):

@@ -1,4 +1,4 @@
-"""Options of `eval_suite`: values without effect are refused, and the plan of a run shows them."""
+"""Options of `eval_suite`: options without effect are refused, and a run's plan shows the suite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The bytes of single tokens: byte-level vocabularies, and sentencepiece ones, whose leading blanks
-stay.
-"""
+"""Bytes of single tokens, in byte-level and sentencepiece vocabularies, with leading blanks."""
 
 from __future__ import annotations
 

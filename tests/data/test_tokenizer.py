@@ -1,6 +1,4 @@
-"""One encode path: the ids of the originals, overrides that exist, one BOS, streams that add up,
-saving that loads.
-"""
+"""Tokenizers: the original ids, overrides, one BOS, streaming, and saving."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def test_a_directory_with_a_sentencepiece_file_keeps_its_config(
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<pad>"}))
     tokenizer = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
-    assert tokenizer.encode(" leading") == [1, 29871, 8236]  # Llama's habit is BOS
+    assert tokenizer.encode(" leading") == [1, 29871, 8236]  # Llama adds BOS by default
     assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.chat_template) == (
         32000,
         32001,
@@ -177,7 +175,7 @@ def test_never_two_bos(data_dir: Path) -> None:
     spec.add_bos_token = False
     without = Tokenizer.load(spec)
     assert without.encode("Hi").count(1) == 0 and without.encode_chat(talk).count(1) == 0
-    # the saved tokenizer has the habit asked for
+    # the saved tokenizer behaves as requested
     assert without.hf("Hi")["input_ids"].count(1) == 0
 
 
@@ -213,8 +211,7 @@ def test_the_fingerprint_is_of_the_content(data_dir: Path) -> None:
         TokenizerSpec(path=str(data_dir / "tokenizers/gpt2")),
     ]
     assert len({plain.fingerprint, *(Tokenizer.load(spec).fingerprint for spec in others)}) == 5
-    # One that begins texts with BOS of its own accord begins conversations with it only where that
-    # is asked for.
+    # A tokenizer that adds BOS to texts by default adds it to conversations only if requested.
     llama = str(data_dir / "tokenizers/llama2")
     habit, asked = (
         Tokenizer.load(TokenizerSpec(path=llama, add_bos_token=bos)) for bos in (None, True)
@@ -237,9 +234,7 @@ def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_vocabulary_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Of config.json and the special tokens alone transformers makes a tokenizer of which every
-    text is empty.
-    """
+    """From config.json and the special tokens alone, transformers builds an empty vocabulary."""
     (model := tmp_path / "m").mkdir()
     (model / "config.json").write_text('{"model_type": "gpt_neox"}')
     (model / "tokenizer_config.json").write_text(

@@ -1,4 +1,4 @@
-"""Chat templates that would not end, or would fill the memory, are refused before they do."""
+"""Chat templates that would never end or exhaust the memory are refused beforehand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
 def test_many_short_ones_are_watched_by_one_thread_which_then_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_checks, "IDLE", 0.1)
+    monkeypatch.setattr(tokenizer_checks, "IDLE_SECONDS", 0.1)
     for _ in range(100):
         with limit_time(5.0):
             pass

@@ -1,5 +1,6 @@
-"""Tokenizers whose normalizer or decoder would make a text grow without bound are refused, and
-known ones are not.
+"""Tokenizers whose normalizer or decoder can make texts grow without bound are refused.
+
+Known normalizers and decoders are accepted.
 """
 
 from __future__ import annotations

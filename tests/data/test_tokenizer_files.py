@@ -1,6 +1,4 @@
-"""Reading tokenizers: the short way past a model's own configuration gives what `AutoTokenizer`
-gives.
-"""
+"""Reading tokenizers without a model's configuration gives the same as `AutoTokenizer`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ TEXT = "Once upon a time, 12 people said: héllo </s> again."
 
 
 def described(hf: Any) -> tuple[Any, ...]:
-    """Everything that decides what a tokenizer does."""
+    """Return everything that determines the behavior of a tokenizer."""
     return (
         type(hf),
         hf.special_tokens_map,

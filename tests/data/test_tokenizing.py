@@ -1,5 +1,6 @@
-"""Rows are tokenized once: by several processes as by one, kept under a hash of everything that
-affects their ids.
+"""Rows are tokenized once, by any number of processes, and cached.
+
+The key of the cache is a hash of everything that affects the ids.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def test_the_cache_is_used(
     source: RowSource, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source)
-    monkeypatch.setattr(tokenizing, "encode_rows", None)  # whoever tokenizes now fails
+    monkeypatch.setattr(tokenizing, "encode_rows", None)  # tokenizing again would fail
     assert same(tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, source), first)
     for form, lengths in (
         (PromptAnswerEncoder(as_chat=True), LengthLimits()),
@@ -172,7 +173,7 @@ def test_the_cache_follows_content(
 def test_a_cache_is_found_under_the_earlier_names_of_types(
     source: RowSource, rows: Path, tokenizer: Tokenizer, name: str, form: Any
 ) -> None:
-    """Types of rows had names without the suffix: `PromptAnswer` for `PromptAnswerEncoder`."""
+    """Types of rows used to have no suffix: `PromptAnswer` instead of `PromptAnswerEncoder`."""
     earlier = make_dataclass(name, [(f.name, f.type, f) for f in fields(form)])
     values = {f.name: getattr(form, f.name) for f in fields(form)}
 
@@ -248,8 +249,8 @@ def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
     monkeypatch.setattr(
         tokenizer_files,
         "encode_text",
-        lambda hf, text, most=None, **more: (
-            encoded(hf, text, most, **more),
+        lambda hf, text, max_tokens=None, **more: (
+            encoded(hf, text, max_tokens, **more),
             seen.append(len(text)),
         )[0],
     )

@@ -1,5 +1,6 @@
-"""Parts of trained turns that a chat template cuts are told, with the row, the turn, the template
-and what would keep them.
+"""Parts of trained turns that a chat template omits are reported.
+
+The notice names the row, the turn, the template and a way to keep the parts.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_what_is_written_otherwise_is_not_cut(
 
 
 def test_the_way_that_is_named_keeps_the_thoughts(with_template: Make) -> None:
-    """What a notice says is tried out: reasoning_content where the template writes that."""
+    """The test follows the notice: it uses reasoning_content if the template writes it."""
     apart_only = templates.CUTS_THOUGHTS.replace(
         "'<|im_end|>' + content", "'<|im_end|>' + (m.reasoning_content or '') + content"
     )
@@ -205,7 +206,7 @@ def test_a_run_is_told_once_with_row_turn_and_template(with_template: Make, tmp_
     file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = with_template(templates.CUTS_THOUGHTS)
     spec = DatasetSpec(path=str(file), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
-    # later from the cache, which knows nothing of places
+    # later from the cache, which does not contain places
     for name in ("talks", "talks", "moved/talks"):
         moved = tmp_path / f"{name}.jsonl"
         moved.parent.mkdir(exist_ok=True)

@@ -1,6 +1,4 @@
-"""Published chat templates, as TRL ships them: no word of anyone else is trained, and every word of
-the assistant is.
-"""
+"""Published chat templates, as in TRL: all of the assistant's words are trained, and no others."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ TOOLS = [
 
 @pytest.fixture(scope="session")
 def published(data_dir: Path) -> Callable[[str], Tokenizer]:
-    """GPT-2's vocabulary with the template of that name and the tokens that it writes."""
+    """Return a tokenizer with GPT-2's vocabulary, a published template and its tokens."""
 
     def make(name: str) -> Tokenizer:
         template = next(file for file in FILES if file.stem == name).read_text()
@@ -121,7 +119,7 @@ def published(data_dir: Path) -> Callable[[str], Tokenizer]:
 
 
 def spans(tokenizer: Tokenizer, talk: list[dict[str, Any]]) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     tools = TOOLS if any("tool_calls" in message for message in talk) else None
     masked = tokenizer.mask_chat(talk, tools)
     runs: list[list[int]] = []
@@ -150,8 +148,9 @@ def spans(tokenizer: Tokenizer, talk: list[dict[str, Any]]) -> list[str]:
 def test_what_is_trained_with_a_published_template(
     published: Callable[[str], Tokenizer], name: str
 ) -> None:
-    """Each turn is a run of its own that holds its words and nobody else's, or the template refuses
-    the conversation.
+    """Each turn is a separate run of trained tokens with only its own words.
+
+    Otherwise, the template refuses the conversation.
     """
     tokenizer = published(name)
     if name in FOR_PARTS:
@@ -225,7 +224,7 @@ def test_turns_that_change_once_others_follow(
 ) -> None:
     if name not in NAMES:
         pytest.skip("this TRL has no such template")
-    thinking = name == "gptoss"  # its template knows thoughts by another name
+    thinking = name == "gptoss"  # its template has another name for thoughts
     talk = [
         {
             "thinking" if thinking and key == "reasoning_content" else key: value

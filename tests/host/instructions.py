@@ -15,7 +15,7 @@ Case = tuple[str, dict[str, Any], list[str], list[str]]
 
 
 def check_verdicts(case: Case) -> None:
-    """A response with nothing but blanks follows no instruction; arguments of None do not count."""
+    """Check the verdicts, also on blank responses and with additional arguments of None."""
     instruction, arguments, good, bad = case
     given = {**arguments, "unused": None}
     for response in good:

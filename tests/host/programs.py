@@ -1,7 +1,4 @@
-"""Programs that try to score without being right, by name.
-
-Each begins with a function that is wrong.
-"""
+"""Programs that try to score although they are wrong. Each begins with a wrong function."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ CHEATS = {
     ),
     "changes modules": WRONG + CHANGES_MODULES,
     "changes its end of the channel": WRONG
-    + "import sys\nsys.modules['_peer'].DO['call'] = lambda *a: 5",
+    + "import sys\nsys.modules['_peer'].OPERATIONS['call'] = lambda *a: 5",
     "looks everywhere": WRONG + LOOKS_EVERYWHERE,
     "reads frames": WRONG + READS_FRAMES,
     "writes everywhere": WRONG + WRITES_EVERYWHERE,
@@ -96,7 +93,7 @@ CHEATS = {
     "answers the tests itself": WRONG + ANSWERS_THE_TESTS_ITSELF,
 }
 
-# A class whose objects answer yes to everything.
+# A class whose objects return true for everything.
 YES = """
 class f:
     def __init__(self, *a): pass

@@ -40,7 +40,7 @@ def test_texts_without_sentences() -> None:
 
 
 def test_marks_without_end() -> None:
-    """Long runs of marks and blanks, which models repeat, take a moment and not minutes."""
+    """Long runs of marks and blanks, which models can produce, must not take minutes."""
     for text in ("!" * 50_000, "a." * 50_000, "a." + " " * 50_000 + "b", "(" * 50_000 + ".) x"):
         assert len(split_sentences(text)) <= 3
         assert split_tokens(text)

@@ -1,4 +1,4 @@
-"""Advantages and filters written as one function, beside the classes that do the same."""
+"""Advantages and filters written as one function, compared with classes that do the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Advantages as host functions: by hand, through the graph's keys, with state that survives a
-restart.
-"""
+"""Advantages as host functions: results computed by hand, keys of the graph, and saved state."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards", "baseline_f
 def sample(
     completions: list[list[int]], prompts: list[int] | None = None, **keys: Any
 ) -> SequenceSample:
-    """Groups of completions; keys hold one value a token (`values` one more), a completion, or an
-    id.
+    """Return groups of completions; a key has one value per token, completion or id.
+
+    The key `values` has one more value per completion than it has tokens.
     """
     ids = [f"p{n}" for n in range(len(completions))]
     lengths: dict[str, list[list[int]]] = {"completion": completions}
@@ -38,7 +37,8 @@ def sample(
         lengths["prompt"] = [[n] for n in prompts]
         data["prompt"] = torch.zeros(sum(prompts), dtype=torch.int64)
     for key, values in keys.items():
-        data[key] = torch.tensor(values, dtype=torch.float64)  # what is made of it rounds once
+        # In float64, so that results are rounded only once.
+        data[key] = torch.tensor(values, dtype=torch.float64)
         if key in PER_SEQUENCE:
             one_an_id = len(values) == len(ids)
             lengths[key] = [[1] * (1 if one_an_id else len(group)) for group in completions]
@@ -58,7 +58,7 @@ def call(
 PLAIN = {"adv_norm": False, "value_norm": False}
 
 
-# sums that a reader can follow
+# settings with sums that are easy to check
 def gae(**options: Any) -> GAEAdvantagesFunction:
     return GAEAdvantagesFunction(GAEAdvantages(**options))
 
@@ -141,7 +141,7 @@ def test_rewards_of_tokens_can_be_whitened_without_their_mean() -> None:
 
 
 def test_masked_tokens_take_no_time() -> None:
-    """What somebody else wrote in the middle is passed over: the same as if it were not there."""
+    """Tokens that the policy did not write are skipped, as if they were not there."""
     keys = {"rewards": [1.0], "finished": [1.0]}
     whole = sample(
         [[2]], logprobs=[-1.0, -2.0], ref_logprobs=[-1.2, -1.8], values=[0.1, 0.2, 0.9], **keys
@@ -184,8 +184,9 @@ def test_whitening_is_over_the_whole_batch() -> None:
 
 
 def test_values_are_normalised_and_back() -> None:
-    """The critic speaks in units of past returns; the second batch is brought to rewards' units by
-    the first's statistics.
+    """The critic's units are those of past returns.
+
+    The statistics of the first batch convert the second one to the units of rewards.
     """
     rng = np.random.default_rng(0)
     function = by_hand(kl_ctl=0.0, adv_norm=False, value_norm_type="ma")
@@ -237,7 +238,7 @@ def test_state_survives_a_restart() -> None:
 
 
 def test_equals_gae_on_its_parts() -> None:
-    """The node's advantages are those of the pure function on the rewards it shapes."""
+    """The node's advantages are those of the pure function for the shaped rewards."""
     batch = random_batch(7)
     made, _ = call(by_hand(kl_ctl=0.3, kl_estimator="k3", gae_lambda=0.9, **PLAIN), batch)
     data = {key: value.double().numpy() for key, value in batch.data.items()}
@@ -271,7 +272,7 @@ def test_grpo_by_hand() -> None:
 
 
 def with_greedy(batch: SequenceSample, lengths: list[int]) -> SequenceSample:
-    """The batch with a greedy completion of each prompt."""
+    """Return the batch with a greedy completion for each prompt."""
     tokens = {"baseline_completion": torch.zeros(sum(lengths), dtype=torch.int64)}
     return batch.update(SequenceSample.from_default(batch.ids, lengths, tokens))
 
@@ -287,9 +288,7 @@ def test_remax_by_hand() -> None:
 
 
 def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
-    """A policy that always does what greedy decoding does has no advantage, however long it runs
-    and whether it ends.
-    """
+    """A policy that always decodes greedily has no advantage, at any length, truncated or not."""
     given = {"baseline_rewards": [1.0, 1.0], "baseline_finished": [1.0, 0.0]}
     batch = with_greedy(
         sample([[8, 3], [10, 3]], rewards=[1.0] * 4, finished=[1.0, 1.0, 0.0, 1.0], **given),
@@ -311,7 +310,7 @@ def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
 def test_reinforce_plus_plus_whitens_tokens() -> None:
     batch = sample([[3], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
     made, _ = call(group(baseline="none", scale="none", whiten=True), batch)
-    std = math.sqrt(0.25 + 1e-8)  # of 1 1 1 0, mean 3/4, by n - 1, and what `whiten` adds
+    std = math.sqrt(0.25 + 1e-8)  # of 1, 1, 1, 0 with n - 1, and the epsilon of `whiten`
     assert made["advantages"] == rounded([0.25 / std] * 3 + [-0.75 / std], 1)
 
 
@@ -494,8 +493,8 @@ def test_rewards_of_steps_have_advantages_of_their_own() -> None:
         [[2, 2]], rewards=[3.0, 1.0], token_rewards=[1.0, 0.0, nan, 1.0], finished=[1.0, 1.0]
     )
     made, _ = call(group(scale="none"), batch)
-    # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed
-    # to the end.
+    # Rewards outside of steps: 2 and 0, so 1 and -1. Rewards of steps: 1, 0 and 1 minus their mean
+    # 2/3, summed to the end.
     assert made["advantages"] == rounded([1 + 1 / 3 - 2 / 3, 1 - 2 / 3, -1 + 1 / 3, -1 + 1 / 3], 1)
     values = batch.update(
         SequenceSample.from_groups(batch.ids, {"values": [[3, 3]]}, {"values": torch.zeros(6)})

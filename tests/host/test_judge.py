@@ -1,4 +1,4 @@
-"""The judge: requests, scores, failures, the cache and the key, against a small server of our own."""
+"""The judge: requests, scores, failures, the cache and the key, with a small local server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Reply = tuple[int, Mapping[str, str], Any]  # status, headers, body
 
 
 def said(text: str | None, *, paid: int = 10, made: int = 3, reason: str = "stop") -> Reply:
-    """A chat completion."""
+    """Return a chat completion."""
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
     return (
         200,
@@ -47,8 +47,9 @@ def said(text: str | None, *, paid: int = 10, made: int = 3, reason: str = "stop
 
 
 class Stub:
-    """A server whose answers a function of the request's last message and its number makes; it
-    keeps what it was sent.
+    """Server that records its requests and answers them with a function.
+
+    The function gets a request's last message and its number.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class Stub:
                 with stub.lock:
                     stub.open -= 1
                 content = made if isinstance(made, bytes) else json.dumps(made).encode()
-                with contextlib.suppress(OSError):  # nobody waits any more
+                with contextlib.suppress(OSError):  # the client has gone
                     self.send_response(status)
                     for name, value in {"Content-Length": str(len(content)), **headers}.items():
                         self.send_header(name, value)
@@ -99,7 +100,7 @@ class Stub:
             request_queue_size = 64
             daemon_threads = True
 
-            def handle_error(self, *args: Any) -> None:  # clients that went away
+            def handle_error(self, *args: Any) -> None:  # clients that have disconnected
                 pass
 
         self.server = Server(("127.0.0.1", 0), Handler)
@@ -120,7 +121,7 @@ def stub() -> Iterator[Stub]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key, no server, no cache of whoever runs the tests; short waits."""
+    """Remove the key and the server's URL, and use a temporary cache and short waits."""
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -130,7 +131,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def judged(
     url: str, *completions: str, prompt_text: str = "p", columns: Any = None, **options: Any
 ) -> Any:
-    """(rewards, metrics) of some completions; without a cache where none is named."""
+    """Return (rewards, metrics) of some completions; there is no cache unless one is given."""
     given = {"url": url, "model": "m", "cache": False, **(columns or {}), **options}
     result = judge(
         [prompt_text] * len(completions),
@@ -142,7 +143,7 @@ def judged(
 
 
 def of_each(scores: Mapping[str, Any]) -> Callable[[str, int], Reply]:
-    """Answers by what a request's message is; a list gives one after the other."""
+    """Return answers by the text of a request's message; the answers of a list are used in turn."""
     left = {
         text: list(value) if isinstance(value, list) else value for text, value in scores.items()
     }
@@ -303,7 +304,7 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: Stub) -> None:
 
     def reply(text: str, number: int) -> Reply:
         together.wait()
-        time.sleep(0.03)  # time for a fourth
+        time.sleep(0.03)  # enough time for a fourth request
         return said("Score: 4")
 
     stub.reply = reply
@@ -403,7 +404,7 @@ def test_failures_name_url_status_and_fix(
 
 
 def test_one_failure_ends_what_is_still_asked(stub: Stub) -> None:
-    """It does not wait for requests that hang."""
+    """The error is raised without waiting for requests that hang."""
     gone, answered = threading.Event(), []
 
     def reply(text: str, number: int) -> Reply:
@@ -549,9 +550,7 @@ print(asyncio.run(judge(["p"] * len(texts), texts, completion_ids=[[]] * len(tex
 
 
 def test_processes_share_the_cache(stub: Stub, tmp_path: Path) -> None:
-    """They open a file that is not there yet, and write, at the same time; nothing is lost, and
-    nobody complains.
-    """
+    """They create the file and write to it at the same time; nothing is lost and nothing fails."""
     given = [sys.executable, "-c", PROCESS, stub.url, str(tmp_path)]
     running = [
         subprocess.Popen(
@@ -631,7 +630,7 @@ def test_a_locked_cache_is_left(
 def test_the_key_is_written_nowhere(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where a server repeats it."""
+    """Not even if a server repeats it."""
     monkeypatch.setenv("MY_KEY", f" {KEY}\n")
     hidden = "".join(f"\\u{ord(letter):04x}" for letter in KEY)
     escaped = (

@@ -38,7 +38,7 @@ def spent() -> float:
     """
     found = sum(os.times()[:4])
     for each in find_descendants():
-        with suppress(OSError):  # it has ended just now
+        with suppress(OSError):  # the process has just ended
             stat = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
             found += sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
     return found
@@ -46,12 +46,12 @@ def spent() -> float:
 
 @pytest.fixture(autouse=True)
 def all_the_time() -> None:
-    """No test pays for the slow answers of another."""
+    """Restore the time budget, so that slow answers of a test do not affect the next one."""
     math.get_engine().allowance_seconds = ALLOWANCE
 
 
 def one(completion: str, *, strict: bool = False, **columns: list[str | None]) -> float | None:
-    """The reward of one completion."""
+    """Return the reward of one completion."""
     made = math_answer(["p"], [completion], completion_ids=[[]], strict=strict, **columns)
     assert len(made) == 1
     return made[0]
@@ -132,8 +132,8 @@ def test_unequal_answers(a: str, b: str) -> None:
     assert not are_equal(a, b) and not are_equal(b, a)
 
 
-# Pairs whose difference the library's parser drops or evaluates away; and what stays equal all the
-# same.
+# Pairs whose difference the library's parser drops or evaluates away, and pairs that are equal
+# nevertheless.
 DROPPED = [
     (r"\frac{dy}{dx}=2", r"\frac{dy}{dx}=3"),
     (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}-y=0"),
@@ -241,7 +241,7 @@ def test_completions_that_do_not(reference: str, completion: str) -> None:
 
 @pytest.mark.slow
 def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
-    """The same pairs, each as its `parse` and `verify` read them."""
+    """The library alone, with its `parse` and `verify`, is wrong on many of these pairs."""
     targets = (
         math_verify.LatexExtractionConfig(boxed_match_priority=0),
         math_verify.ExprExtractionConfig(),
@@ -254,13 +254,13 @@ def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
     rows = [(a, rf"\boxed{{{b}}}", True) for a, b in math_pairs.SAME]
     rows += [(a, rf"\boxed{{{b}}}", False) for a, b in math_pairs.APART]
     rows += [(a, b, True) for a, b in math_pairs.SAID]
-    rows = rows[::3]  # the library takes its time
+    rows = rows[::3]  # the library is slow
     found = sum(alone(reference, completion) == wanted for reference, completion, wanted in rows)
     assert found < len(rows) - 20, "weft judges all of them rightly"
 
 
 def test_a_thread_may_judge() -> None:
-    """The library's clock is a signal, which threads may not set."""
+    """The library limits its time by a signal, which threads cannot set."""
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(is_correct, r"\boxed{(0,1]}", r"0<x\le 1").result()
 
@@ -291,7 +291,7 @@ def box(answer: str) -> str:
 
 @st.composite
 def whole_numbers(draw: st.DrawFn) -> tuple[str, int]:
-    """A large whole number as an expression, and its value."""
+    """Return a large whole number as an expression, and its value."""
     kind = draw(st.sampled_from(["power", "factorial", "binomial", "product", "quotient"]))
     if kind == "power":
         base, exponent = draw(st.integers(2, 30)), draw(st.integers(8, 60))
@@ -422,14 +422,14 @@ def test_large_powers_are_decided_without_algebra(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_slow_answers_take_little_time_together() -> None:
-    """Each would take minutes; and a right answer that needs algebra is still right among them."""
+    """Each would take minutes; a correct answer among them that needs algebra is still correct."""
     completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [
         r"\boxed{y^2=25-x^2}"
     ] * 2
     answers = [r"\cos(x)^{99}+y"] * 40 + ["x^2+y^2=25"] * 2
     math.get_engine().allowance_seconds = 1.0
     begin = spent()
-    with ThreadPoolExecutor(1) as threads:  # where no alarm signal can be set
+    with ThreadPoolExecutor(1) as threads:  # in a thread, where no alarm signal can be set
         rewards = threads.submit(
             math_answer, [""] * 42, completions, completion_ids=[], answer=answers
         ).result()
@@ -526,7 +526,7 @@ def test_files_of_the_working_folder_are_not_imported(
     ],
 )
 def test_hostile_texts_are_wrong_and_hold_nothing_up(text: str) -> None:
-    """Without a budget of time some of them take minutes, some for ever."""
+    """Without the time budget, some of them take minutes, and some never end."""
     begin = spent()
     assert not is_correct(text, "6") and not is_correct(text, "x^2+1")
     assert spent() - begin < 60

@@ -21,8 +21,9 @@ Groups = Sequence[Sequence[float]]
 
 
 def sampled(rewards: Groups, finished: Groups | None = None, tokens: int = 2) -> SequenceSample:
-    """Ids p0, p1, ... with one completion of `tokens` tokens for each reward; all have ended unless
-    `finished` says.
+    """Return ids p0, p1, ... with one completion of `tokens` tokens for each reward.
+
+    All completions have ended unless `finished` specifies otherwise.
     """
     counts = [len(group) for group in rewards]
     ended = finished or [[1.0] * n for n in counts]
@@ -50,7 +51,7 @@ def rows(batch: SequenceSample) -> SampleRows:
 
 
 def pairs(batch: SequenceSample, **args: Any) -> list[tuple[int, int]]:
-    """(better, worse) as the loss sees them, and `count_pairs` counts."""
+    """Return the pairs (better, worse) that the loss and `count_pairs` see."""
     made, _ = preferences(batch, **args)
     whole = batch.update(made)
     better, worse = rows(whole).pairs()

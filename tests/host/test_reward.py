@@ -1,6 +1,4 @@
-"""The reward node: functions in processes of their own, weighted sums, deadlines, and what goes
-wrong.
-"""
+"""The reward node: functions in separate processes, weighted sums, deadlines and failures."""
 
 from __future__ import annotations
 
@@ -134,7 +132,7 @@ value = 3
 
 
 class Letters:
-    """1 is a, 2 is b, ...; 0 is "!", and 9 the end token."""
+    """Tokenizer in which 1 is a, 2 is b, ..., 0 is "!", and 9 is the end token."""
 
     def decode_after(
         self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
@@ -146,7 +144,7 @@ class Letters:
 
 
 def batch(groups: Sequence[Sequence[str]], **columns: Sequence[Any]) -> SequenceSample:
-    """One id a group; prompt "ab", completions as given in letters."""
+    """Return a batch with one id per group, the prompt "ab" and completions given as letters."""
     ids = [f"p{n}" for n in range(len(groups))]
     tokens = [[0 if c == "!" else ord(c) - 96 for c in text] for group in groups for text in group]
     lengths = {
@@ -188,7 +186,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(source: Path) -> Iterator[Make]:
-    """Builds the node for functions of the source file."""
+    """Return a builder of nodes for functions of the source file."""
     made = []
 
     def build(*names: Any, **options: Any) -> RewardFunction:
@@ -246,7 +244,7 @@ def test_async_functions_objects_and_arguments(make: Make) -> None:
 
 
 def test_tokens_and_steps_have_rewards_of_their_own(make: Make) -> None:
-    """They are weighted, counted into the whole, and stay where they were given."""
+    """They are weighted, count for the whole completion, and keep their positions."""
     function = make(
         {"name": "by_token", "weight": 2.0},
         {"name": "by_step", "weight": 10.0},
@@ -310,7 +308,7 @@ def test_the_parts_are_kept_without_weights(make: Make) -> None:
 
 
 def test_rows_name_their_verifiers() -> None:
-    """One by name, one with a weight and options, one that says nothing."""
+    """One row has a name, one a name with a weight and options, and one is empty."""
     function = make_reward("length", column="graded_by", num_workers=1)
     own: list[Any] = [
         "exact",
@@ -402,9 +400,7 @@ def test_the_whole_batch_is_shared_out(make: Make) -> None:
 
 
 def test_what_was_begun_with_is_not_computed_again(make: Make, tmp_path: Path) -> None:
-    """One prompt as it is, one that comes with other completions, one that never comes, one that
-    was not begun with.
-    """
+    """One prompt is unchanged, one gets other completions, one never arrives, one was not begun."""
     mark = tmp_path / "mark"
     function = make("written", "ones")
     for groups, ids in ([["a", "bb"]], ["p0"]), ([["e"], ["f"]], ["p1", "p9"]):
@@ -413,7 +409,7 @@ def test_what_was_begun_with_is_not_computed_again(make: Make, tmp_path: Path) -
     whole = batch([["a", "bb"], ["ccc"], ["d", "gg"]], mark=[str(mark)] * 3)
     assert rewards(function(whole, told)) == [2.0, 3.0, 4.0, 2.0, 3.0]
     assert told.metrics["reward/written"] == pytest.approx(9 / 5)
-    # which may have been dropped in time
+    # which may have been cancelled in time
     computed = sorted(set(mark.read_text().splitlines()) - {"e", "f"})
     assert computed == ["a bb", "ccc", "d gg"]
     assert rewards(function(whole, context())) == [2.0, 3.0, 4.0, 2.0, 3.0]
@@ -438,14 +434,14 @@ def test_a_head_start_that_nobody_wants_takes_no_worker_for_long(make: Make) -> 
     function.begin(batch([["x"]]), context())
     assert rewards(function(batch([["a"]]), context())) == [1.0]
     function.begin(replace_ids(batch([["x"]]), ["p9"]), context())
-    function._num_batches += 1  # one batch that it has outlived
+    function._num_batches += 1  # one batch has passed without it
     assert rewards(function(batch([["a"]]), context())) == [1.0]
     assert not function._prefetched_calls
 
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that a pool waits for replies, each time."""
+    """Return the list of seconds that a pool waits for replies, one entry per call."""
     seconds: list[float] = []
 
     def spy(replies: Any, longest: float) -> Any:
@@ -460,7 +456,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_deadline_holds_while_a_worker_starts_again(
     make: Make, tmp_path: Path, waited: list[float]
 ) -> None:
-    """The first call ends the only process, and the second would hang in the next one."""
+    """The first call ends the only process, and the second one would hang in the next process."""
     source = tmp_path / "slow_to_import.py"
     source.write_text(
         f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(60)\n"
@@ -584,8 +580,9 @@ def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:
 
 
 def test_what_a_hung_call_started_is_killed(make: Make, tmp_path: Path) -> None:
-    """The child holds a lock that ends with it; on a busy machine the call gets longer until it is
-    there.
+    """The child holds a lock until it ends.
+
+    On a busy machine, the call gets more time, until the child exists.
     """
     mark = tmp_path / "mark"
     for seconds in (0.7, 5.0, 60.0):
@@ -609,7 +606,7 @@ def test_workers_keep_away_from_standard_streams(
 
 @pytest.mark.parametrize("text", ["a", "x"])
 def test_workers_end_with_the_process_that_started_them(source: Path, text: str) -> None:
-    """Idle ones, and ones that hang ("x") when that process dies without a word."""
+    """Both idle workers and workers that hang ("x") end when that process is killed."""
     program = (
         "import os, time\nfrom weft.host._pool import RewardPool\nfrom weft.host.spec import "
         "RewardPart, locate\n"
@@ -618,7 +615,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
         f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )
-    # Not its standard error: a worker that lives on would hold it, and this test would wait for it.
+    # Not its standard error: a worker that survives would keep it open, and this test would wait.
     run = subprocess.run(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,

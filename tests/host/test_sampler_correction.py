@@ -1,4 +1,4 @@
-"""The host function that corrects for the sampler, and what it tells of its weights."""
+"""The host function that corrects for the sampler, and the metrics of its weights."""
 
 from __future__ import annotations
 

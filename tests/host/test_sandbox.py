@@ -1,6 +1,4 @@
-"""The code reward's sandbox: what tests may use of a program, and what a program that cheats or
-attacks gets.
-"""
+"""The code reward's sandbox: what tests can use, and programs that cheat or attack."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from weft.host.verifiers._sandbox import (
 )
 from weft.host.verifiers.code import code
 
-# a busy machine is slow; what ends by itself ends long before
+# long, since a busy machine is slow; programs that end by themselves end much earlier
 LIMITS = SandboxLimits(seconds=30.0, memory_mb=512)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the protections are Linux's")
 
@@ -173,7 +171,7 @@ WAYS = ["best", "without namespaces"]
 
 @pytest.fixture(params=WAYS)
 def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The protections of this system, and those of one that allows no namespaces."""
+    """The protections of this system, and those of a system without namespaces."""
     if sys.platform != "linux":
         pytest.skip("the protections are Linux's")
     if request.param == "best":
@@ -187,7 +185,7 @@ def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def attacked(program: str, active: tuple[str, ...], tests: str = "assert attack()") -> bool:
-    """Whether the attack, a function that returns true where it succeeds, did."""
+    """Return whether the attack, a function that returns true on success, succeeded."""
     assert run_tests(SandboxTask("def attack(): return True", tests), LIMITS, active), (
         "one that needs nothing does"
     )
@@ -228,7 +226,7 @@ def test_a_program_signals_and_traces_no_other_process(active: tuple[str, ...]) 
 
 
 def descendants() -> set[int]:
-    """Processes of the launcher, at any depth."""
+    """Return the ids of the launcher's descendant processes."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -249,29 +247,30 @@ def descendants() -> set[int]:
 @pytest.mark.parametrize("names", ["best", "none"])
 @pytest.mark.parametrize("end", ["", "\nos._exit(0)", "\nraise ValueError", "\nwhile True: pass"])
 def test_no_process_is_left_behind(names: str, end: str) -> None:
-    """Without any protection, too: a daemon that has left its session becomes a child of the
-    launcher's fork.
+    """This holds even without protections.
+
+    A daemon that has left its session becomes a child of the launcher's fork.
     """
     before = set(os.listdir("/proc"))
     limits = SandboxLimits(seconds=1.0 if "while" in end else 30.0, processes=10_000)
     run_tests(
         SandboxTask(programs.LEAVES + end, "assert True"), limits, None if names == "best" else ()
     )
-    # Processes that were killed are there until the launcher has waited for them.
+    # Killed processes exist until the launcher has waited for them.
     deadline = time.monotonic() + 30.0
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not descendants(), "it never ends by itself"
     new = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit()]
     launcher = str(_sandbox._launchers[0].process.pid)
-    # what others run has ancestors of its own
+    # launchers of other test processes have other ancestors
     above = {launcher, str(os.getpid()), *_ancestors(str(os.getpid()))}
     forked = [pid for pid in new if "_launcher" in _command(pid) and pid != launcher]
     assert not [pid for pid in forked if (found := _ancestors(pid)) and found <= above]
 
 
 def _ancestors(pid: str) -> set[str]:
-    """Return the processes above this one; none if it has ended."""
+    """Return the ancestors of a process, or an empty set if it has ended."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
         while pid != "0":

@@ -43,7 +43,7 @@ BATCH = sample(
     [[3, 1], [2]],
     logprobs=[-1.0, -2.0, -3.0, -1.0, -0.5, -0.5],
     teacher_logprobs=[-1.5, -1.0, -5.0, -1.0, -0.5, -2.5],
-    loss_mask=[1.0, 0.0, 1.0, 1.0, 1.0, 1.0],  # somebody else wrote the second token
+    loss_mask=[1.0, 0.0, 1.0, 1.0, 1.0, 1.0],  # the second token was not written by the policy
     teacher_top1=[1.0, 1.0, 0.0, 0.0, 1.0, 0.0],
 )
 
@@ -52,7 +52,7 @@ BATCH = sample(
     ("discount", "expected"),
     [
         (0.0, [-0.5, 0.0, -2.0, 0.0, 0.0, -2.0]),
-        (0.5, [-1.5, 0.0, -2.0, 0.0, -1.0, -2.0]),  # the masked token takes no time
+        (0.5, [-1.5, 0.0, -2.0, 0.0, -1.0, -2.0]),  # the masked token takes no time step
         (1.0, [-2.5, 0.0, -2.0, 0.0, -2.0, -2.0]),
     ],
 )
@@ -82,8 +82,9 @@ def test_a_discount_outside_its_range_is_refused() -> None:
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
-    """One position, every token once, weighed by how often it is sampled: the policy loss that
-    `distill` trains.
+    """One position, with every token once, weighted by its probability under the sampler.
+
+    The loss is the policy loss that `distill` trains.
     """
     generator = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Verifiers on real data and on answers that look alike or unlike."""
+"""Verifiers on real data, and on answers that look alike or different."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def one(
     verifier: Any, completion: str, *, ids: list[int] | None = None, **columns: Any
 ) -> float | None:
-    """The reward of one completion."""
+    """Return the reward of one completion."""
     made = verifier(["p"], [completion], completion_ids=[ids or []], **columns)
     assert len(made) == 1
     return made[0]
@@ -187,8 +187,9 @@ def test_exact() -> None:
 
 
 def test_languages_of_real_replies(data_dir: Path) -> None:
-    """Replies of Open-Assistant volunteers, each marked with its language; code, lists of names and
-    drawings are the rest.
+    """Replies of Open-Assistant's volunteers, each marked with its language.
+
+    The exceptions are code, lists of names and drawings.
     """
     seen = right = 0
     for row in rows(data_dir / "oasst" / "oasst1_validation_guanaco.jsonl"):

@@ -42,7 +42,7 @@ def predict(experiment: Experiment, device: torch.device = CPU, **machine: Any) 
     calls = {"train": CallMemory("model", GIB)}
     expected = MemoryForecast({"model": role}, device.type, (), 0.25, calls=calls)
     known = {"name": "a processor", "memory": 64 * GIB, **machine}
-    return predict_step(experiment, expected, device, known, None, alone=True)
+    return predict_step(experiment, expected, device, known, None, in_process=True)
 
 
 def test_a_process_on_a_cpu_also_holds_what_it_held_before(experiment: Experiment) -> None:

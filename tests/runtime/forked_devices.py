@@ -65,13 +65,13 @@ class _Line:
         self._connection.close()
 
 
-def _export(folder: Path, want: TensorRequest) -> bytes:
+def _export(folder: Path, request: TensorRequest) -> bytes:
     try:
-        line = _Line(folder, want.rank)
+        line = _Line(folder, request.rank)
     except OSError as error:
-        raise DevicesLost(f"device {want.rank} ended") from error
+        raise DevicesLost(f"device {request.rank} ended") from error
     try:
-        found: bytes = line.ask("export", want.ids, want.keys)
+        found: bytes = line.ask("export", request.ids, request.keys)
         return found
     finally:
         line.close()
@@ -83,8 +83,8 @@ class _Peers:
     def __init__(self, folder: Path) -> None:
         self._folder, self._pool = folder, ThreadPoolExecutor(4)
 
-    def request(self, want: TensorRequest) -> Future[bytes]:
-        return self._pool.submit(_export, self._folder, want)
+    def request(self, request: TensorRequest) -> Future[bytes]:
+        return self._pool.submit(_export, self._folder, request)
 
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
         try:
@@ -163,7 +163,7 @@ class ForkedDevices:
     ) -> None:
         with suppress(DevicesLost):  # a device that ended is reported by `receive`
             self._lines[rank].ask(
-                "receive", place, number, command, ranks, given.wants, given.shared
+                "receive", place, number, command, ranks, given.requests, given.shared
             )
 
     def receive(self) -> list[tuple[int, list[CommandReport] | DeviceLoss]]:
@@ -175,8 +175,8 @@ class ForkedDevices:
     def share(self, raw: bytes) -> bytes:
         return raw
 
-    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
-        return [_export(self._folder, want) for want in wants]
+    def export(self, requests: Sequence[TensorRequest]) -> list[bytes]:
+        return [_export(self._folder, request) for request in requests]
 
     def peak_memory_gb(self) -> float:
         return max(self._each(lambda line: line.ask("peak_memory_gb")))

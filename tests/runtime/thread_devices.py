@@ -28,8 +28,8 @@ SECONDS = 30.0  # until a device gives another one up, and the test with it
 class Peers:
     processes: list[DeviceProcess]
 
-    def request(self, want: TensorRequest) -> bytes:
-        return self.processes[want.rank].export(want.ids, want.keys)
+    def request(self, request: TensorRequest) -> bytes:
+        return self.processes[request.rank].export(request.ids, request.keys)
 
     def take(self, promises: Sequence[bytes], seconds: float) -> list[bytes]:
         return list(promises)
@@ -104,7 +104,7 @@ class ThreadDevices:
     ) -> None:
         if isinstance(command, PrepareReallocation):
             command = PrepareHere(command, self._ways.setdefault(command.key, Way(ranks)))
-        self.processes[rank].receive(place, number, command, ranks, given.wants, given.shared)
+        self.processes[rank].receive(place, number, command, ranks, given.requests, given.shared)
 
     def receive(self) -> list[tuple[int, list[CommandReport] | DeviceLoss]]:
         found = [(process.rank, process.next_reports(0.001)) for process in self.processes]
@@ -113,8 +113,10 @@ class ThreadDevices:
     def share(self, raw: bytes) -> bytes:
         return raw
 
-    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
-        return [self.processes[want.rank].export(want.ids, want.keys) for want in wants]
+    def export(self, requests: Sequence[TensorRequest]) -> list[bytes]:
+        return [
+            self.processes[request.rank].export(request.ids, request.keys) for request in requests
+        ]
 
     def peak_memory_gb(self) -> float:
         return 0.0

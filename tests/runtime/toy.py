@@ -64,11 +64,11 @@ class ToyEngine:
             self.w = eta * values + (1 - eta) * self.w
         self.version = version
 
-    def save_state(self, d: Path) -> None:
-        torch.save({"w": self.w, "m": self.m, "version": self.version}, d / "state.pt")
+    def save_state(self, directory: Path) -> None:
+        torch.save({"w": self.w, "m": self.m, "version": self.version}, directory / "state.pt")
 
-    def load_state(self, d: Path) -> None:
-        state = torch.load(d / "state.pt", weights_only=True)
+    def load_state(self, directory: Path) -> None:
+        state = torch.load(directory / "state.pt", weights_only=True)
         self.w, self.m, self.version = state["w"], state["m"], state["version"]
 
     def offload(self, what) -> None:
@@ -77,8 +77,8 @@ class ToyEngine:
     def onload(self, what) -> None:
         self.moves.append(f"on {what}")
 
-    def save_model(self, d: Path, tokenizer: Any) -> None:
-        (d / "model.json").write_text(json.dumps(self.w.tolist()))
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
+        (directory / "model.json").write_text(json.dumps(self.w.tolist()))
 
     @property
     def description(self):

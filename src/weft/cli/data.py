@@ -292,7 +292,7 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
         kind,
         tokenizer,
         seed=config.seed,
-        most=None if _needs_all_rows(spec) else max(wanted, 1),
+        max_samples=None if _needs_all_rows(spec) else max(wanted, 1),
     )
     console = _build_console(arguments)
     for number in range(wanted):

@@ -118,8 +118,8 @@ def print_note(text: str) -> None:
 
 
 @contextmanager
-def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar titled `what` on standard error, if that is a terminal.
+def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar titled `label` on standard error, if that is a terminal.
 
     Yields a function that updates the bar; its arguments are the number of finished items and the
     total.
@@ -143,5 +143,5 @@ def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

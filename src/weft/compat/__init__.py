@@ -1,4 +1,4 @@
-"""Translation of other programs: option names, configuration files, scripts, model stores.
+"""Support for option names, configuration files, scripts and model stores of other programs.
 
 weft works without this package. It refers to it only through the table in `weft.cli.dialects`.
 """

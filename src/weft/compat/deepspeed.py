@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.cli.aliases import build_translation, count_data_ranks
-from weft.cli.help import format_value as shown_value
+from weft.cli.help import format_value
 from weft.cli.overrides import Override
 from weft.compat.deepspeed_keys import AUTO, MappedDeepSpeedConfig, map_config
 from weft.errors import ConfigError
@@ -22,9 +22,8 @@ from weft.options import to_mapping, to_plain
 from weft.planner.placement import SEARCH
 from weft.reading import read_json
 
-BARE_FLAG_CONFIG = {
-    "zero_optimization": {"stage": 2}
-}  # default of programs that accept the flag without a file
+# Configuration for `--deepspeed` without a file, as in other programs that accept this.
+BARE_FLAG_CONFIG = {"zero_optimization": {"stage": 2}}
 _CPU = {"device": "cpu"}
 # Files that Open-Assistant's sections name -> zero_optimization to use if there is no such file.
 KNOWN_FILES: dict[str, dict[str, object]] = {
@@ -37,8 +36,9 @@ KNOWN_FILES: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
-# Keys that may be "auto", for Hugging Face's Trainer to fill in -> weft's options with their
-# values. An option with a leading dot belongs to a trained role. Without options the value is 0.
+# Keys that may be "auto", which Hugging Face's Trainer replaces by its own options -> options of
+# weft that set the value. An option with a leading dot belongs to each trained role. A key without
+# options is always 0 in weft.
 AUTO_OPTIONS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),
@@ -80,7 +80,7 @@ class DeepSpeedOverrides:
     """
 
     place: ClassVar[str] = "--deepspeed"  # where the options are set, for messages
-    flag: str  # the flag as it was written
+    flag: str  # the flag as the user wrote it
     mapped_config: MappedDeepSpeedConfig
     assignments: list[Override]
     notes: list[str]
@@ -113,12 +113,14 @@ class DeepSpeedOverrides:
         return [f"{self.flag}: what is auto: {'; '.join(descriptions)}"] if descriptions else []
 
 
-def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
+def read_overrides(
+    file: str, base: RunConfig, user_overrides: Sequence[Override]
+) -> DeepSpeedOverrides:
     """Convert a DeepSpeed file to overrides of weft's options.
 
-    `file` is "" if `--deepspeed` is used without a file. `given` are the assignments on the command
-    line and in config sections, which take precedence over the file. Raises a `ConfigError` that
-    lists every key that weft does not support.
+    `file` is "" if `--deepspeed` is used without a file. `user_overrides` are the assignments on
+    the command line and in config sections, which take precedence over the file. Raises a
+    `ConfigError` that lists every key that weft does not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN_FILES.get(Path(file).name)
@@ -134,37 +136,39 @@ def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Dee
         raise ConfigError("--deepspeed: no role is trained here; leave it out")
     # Map its keys. The longest sequence determines the tokens per micro-batch.
     lengths = []
-    for each in given:
+    for each in user_overrides:
         if each.name in LENGTH_OPTIONS:
             lengths.append(to_plain(each.value))
     longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
-    # Tell which values are used, and which the command line overrides.
+    # Note which values are used, and which the command line overrides.
     flag = f"--deepspeed{f' {file}' if file else ''}"
-    over = {}
-    for each in given:
+    overriding = {}
+    for each in user_overrides:
         if each.name in mapped.options and not each.removed:
-            over[each.name] = to_plain(each.value)
-    counted = {}
+            overriding[each.name] = to_plain(each.value)
+    used = {}
     for name, value in mapped.options.items():
-        if name not in over:
-            counted[name] = value
-    notes = [f"{flag} is read as {_format_options(counted) or 'nothing'}", *mapped.notes]
-    differ = {}
-    for name, value in over.items():
+        if name not in overriding:
+            used[name] = value
+    notes = [f"{flag} is read as {_format_options(used) or 'nothing'}", *mapped.notes]
+    differing = {}
+    for name, value in overriding.items():
         if value != mapped.options[name]:
-            differ[name] = value
-    if differ:
-        theirs = _format_options({name: mapped.options[name] for name in differ})
-        notes.append(f"{flag}: {theirs} of the file is overridden by {_format_options(differ)}")
+            differing[name] = value
+    if differing:
+        file_values = _format_options({name: mapped.options[name] for name in differing})
+        notes.append(
+            f"{flag}: {file_values} of the file is overridden by {_format_options(differing)}"
+        )
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
     assignments = [Override(name, value) for name, value in mapped.options.items()]
     autos = [key for key in AUTO_OPTIONS if _get_value(config, key) == AUTO]
     return DeepSpeedOverrides(
-        flag, mapped, assignments, notes, autos, {} if BATCH_OPTION in over else mapped.batch
+        flag, mapped, assignments, notes, autos, {} if BATCH_OPTION in overriding else mapped.batch
     )
 
 
@@ -188,13 +192,16 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
     product = ranks * prod(parts.values())
     if total == product or (len(parts) == 1 and total % product == 0):
         return None
-    many = f"{ranks} data-parallel rank{'' if ranks == 1 else 's'}"
-    formula = " x ".join([*(f"{key}={value}" for key, value in parts.items()), many])
+    rank_count = f"{ranks} data-parallel rank{'' if ranks == 1 else 's'}"
+    formula = " x ".join([*(f"{key}={value}" for key, value in parts.items()), rank_count])
     if len(parts) > 1:
-        says = f"is not {formula} = {product}"
+        mismatch = f"is not {formula} = {product}"
     else:
-        says = f"is not a multiple of {formula} = {product}"
-    return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH_OPTION}=N"
+        mismatch = f"is not a multiple of {formula} = {product}"
+    return (
+        f"train_batch_size={total} {mismatch}, and DeepSpeed refuses that; correct one of them, or "
+        f"set {BATCH_OPTION}=N"
+    )
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
@@ -214,7 +221,7 @@ def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
 
 
 def _format_options(options: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={shown_value(value)}" for name, value in options.items())
+    return " ".join(f"{name}={format_value(value)}" for name, value in options.items())
 
 
 def _read_config(path: Path) -> dict[str, object]:

@@ -152,9 +152,9 @@ class MappedDeepSpeedConfig:
             return tuple(f"{role}{name}" for role in self.roles)
         return (name,)
 
-    def refuse(self, key: str, value: Any, why: str) -> None:
-        """Record that weft does not support a key with this value, and why."""
-        self.refused.append(f"{key}={value!r}: {why}")
+    def refuse(self, key: str, value: Any, reason: str) -> None:
+        """Record that weft does not support a key with this value."""
+        self.refused.append(f"{key}={value!r}: {reason}")
 
     def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
         """Call `refuse` for every key of the group `prefix` that is set but not in `known`."""
@@ -176,21 +176,21 @@ def map_config(
     `roles` are the names of these roles. `max_seqlen` is the maximum number of tokens per row, if
     it is known.
     """
-    done = MappedDeepSpeedConfig(tuple(roles), max_seqlen)
+    mapped = MappedDeepSpeedConfig(tuple(roles), max_seqlen)
     config = _with_numbers(config)
     for key, value in config.items():
         if key in RULES:
             if value not in (None, AUTO):
-                RULES[key](done, value)
+                RULES[key](mapped, value)
         elif key in TUNING:
-            done.tuning.append(key)
+            mapped.tuning.append(key)
         elif key not in REFUSED:
             close = find_nearest(key, [*RULES, *TUNING, *REFUSED], 1)
-            done.refuse(key, value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
+            mapped.refuse(key, value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
         elif not _is_off(value) and (value is True or value != 1):
-            done.refuse(key, value, REFUSED[key])
-    _map_batch(done, config)
-    return done
+            mapped.refuse(key, value, REFUSED[key])
+    _map_batch(mapped, config)
+    return mapped
 
 
 def _with_numbers(value: Any) -> Any:
@@ -220,31 +220,33 @@ def _is_off(value: Any) -> bool:
     return value in (None, AUTO, False, 0, "none", [], "")
 
 
-def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
-    """Return whether the value is a number of at least `least`.
+def _check_number(
+    mapped: MappedDeepSpeedConfig, key: str, value: Any, minimum: float = 0.0
+) -> bool:
+    """Return whether the value is a number of at least `minimum`.
 
     Also returns False for None and "auto", which mean that the key is not set. Any other value is
-    invalid and is recorded in `done.refused`.
+    invalid and is recorded in `mapped.refused`.
     """
     if value in (None, AUTO):
         return False
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-        done.refuse(key, value, f"must be a number, at least {least:g}, or auto")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum:
+        mapped.refuse(key, value, f"must be a number, at least {minimum:g}, or auto")
         return False
     return True
 
 
-def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[str, Any]:
+def _read_group(mapped: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    done.refuse(key, value, "must be a group of keys")
+    mapped.refuse(key, value, "must be a group of keys")
     return {}
 
 
 # -- batches
 
 
-def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
+def _map_batch(mapped: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
     """Map the batch sizes of the file to weft's options.
 
     The global batch size becomes a number of rows per batch. If it is not set, the micro-batch size
@@ -261,24 +263,25 @@ def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
     }
-    good = {key: _check_number(done, key, value, 1) for key, value in sizes.items()}
-    done.batch = {key: int(sizes[key]) for key, fine in good.items() if fine}  # type: ignore[arg-type]
-    # Set the batch size, of all devices or of each.
-    if good["train_batch_size"]:
-        done.set_option("dataset.train_bs_n_seqs", total)
-        done.tuning += (
-            ["gradient_accumulation_steps"] if good["gradient_accumulation_steps"] else []
-        )
-    elif good["train_micro_batch_size_per_gpu"]:
-        done.set_option("per_device_train_batch_size", micro)
-        if good["gradient_accumulation_steps"]:
-            done.set_option("gradient_accumulation_steps", accumulation)
+    is_set = {key: _check_number(mapped, key, value, 1) for key, value in sizes.items()}
+    for key, size in sizes.items():
+        if is_set[key] and size is not None:
+            mapped.batch[key] = int(size)
+    # Set the batch size, either in total or per device.
+    if is_set["train_batch_size"]:
+        mapped.set_option("dataset.train_bs_n_seqs", total)
+        if is_set["gradient_accumulation_steps"]:
+            mapped.tuning.append("gradient_accumulation_steps")
+    elif is_set["train_micro_batch_size_per_gpu"]:
+        mapped.set_option("per_device_train_batch_size", micro)
+        if is_set["gradient_accumulation_steps"]:
+            mapped.set_option("gradient_accumulation_steps", accumulation)
     # Set the number of tokens of a micro-batch.
-    if good["train_micro_batch_size_per_gpu"] and micro is not None:
-        if done.max_seqlen is not None:
-            done.set_option("max_tokens_per_microbatch", micro * done.max_seqlen)
+    if is_set["train_micro_batch_size_per_gpu"] and micro is not None:
+        if mapped.max_seqlen is not None:
+            mapped.set_option("max_tokens_per_microbatch", micro * mapped.max_seqlen)
         else:
-            done.notes.append(
+            mapped.notes.append(
                 "train_micro_batch_size_per_gpu: weft packs rows into micro-batches of at most "
                 "max_tokens_per_microbatch tokens"
             )
@@ -287,36 +290,36 @@ def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
 # -- optimizer, schedule and dtype
 
 
-def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
-    group = _read_group(done, "optimizer", value)
+def _map_optimizer(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(mapped, "optimizer", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
     # Map the type.
     kind = OPTIMIZERS.get(name.lower())
     if name != AUTO:
         if kind is None:
-            done.refuse("optimizer.type", name, "weft has AdamW, SGD and Lion")
+            mapped.refuse("optimizer.type", name, "weft has AdamW, SGD and Lion")
             return
-        done.set_option(".optimizer.type", kind)
+        mapped.set_option(".optimizer.type", kind)
     if params.get("adam_w_mode", True) is False:
-        done.refuse(
+        mapped.refuse(
             "optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out"
         )
     # Map the parameters.
     for key, option in (("lr", "lr"), ("eps", "eps"), ("weight_decay", "weight_decay")):
-        if _check_number(done, f"optimizer.params.{key}", params.get(key)):
-            done.set_option(f".optimizer.{option}", params[key])
+        if _check_number(mapped, f"optimizer.params.{key}", params.get(key)):
+            mapped.set_option(f".optimizer.{option}", params[key])
     betas = params.get("betas", AUTO)
     if isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2:
         for index, beta in enumerate(betas):
-            if _check_number(done, f"optimizer.params.betas[{index}]", beta):
-                done.set_option(f".optimizer.beta{index + 1}", beta)
+            if _check_number(mapped, f"optimizer.params.betas[{index}]", beta):
+                mapped.set_option(f".optimizer.beta{index + 1}", beta)
     elif betas != AUTO:
-        done.refuse("optimizer.params.betas", betas, "must be two numbers, or auto")
+        mapped.refuse("optimizer.params.betas", betas, "must be two numbers, or auto")
     if kind == "sgd" and _check_number(
-        done, "optimizer.params.momentum", params.get("momentum", 0.0)
+        mapped, "optimizer.params.momentum", params.get("momentum", 0.0)
     ):
-        done.set_option(".optimizer.beta1", params.get("momentum", 0.0))
+        mapped.set_option(".optimizer.beta1", params.get("momentum", 0.0))
     # Refuse all other keys.
     known = {
         "lr",
@@ -328,57 +331,59 @@ def _map_optimizer(done: MappedDeepSpeedConfig, value: Any) -> None:
         "bias_correction",
         "fused",
     }
-    done.refuse_unknown(
+    mapped.refuse_unknown(
         "optimizer.params", params, frozenset(known | ({"momentum"} if kind == "sgd" else set()))
     )
-    done.refuse_unknown("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
+    mapped.refuse_unknown("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
 
 
-def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
-    group = _read_group(done, "scheduler", value)
+def _map_scheduler(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(mapped, "scheduler", value)
     name = str(group.get("type", AUTO))
     params = group.get("params") or {}
     # Map the type.
     if name != AUTO:
         if name not in SCHEDULES:
-            done.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
+            mapped.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
             return
-        done.set_option(".optimizer.lr_scheduler_type", SCHEDULES[name])
+        mapped.set_option(".optimizer.lr_scheduler_type", SCHEDULES[name])
     # Map the parameters.
     peak = params.get("warmup_max_lr")
-    if _check_number(done, "scheduler.params.warmup_max_lr", peak):
-        if done.roles:
-            own = done.options.get(f"{done.roles[0]}.optimizer.lr")
+    if _check_number(mapped, "scheduler.params.warmup_max_lr", peak):
+        if mapped.roles:
+            lr = mapped.options.get(f"{mapped.roles[0]}.optimizer.lr")
         else:
-            own = None
-        if own not in (None, peak):
-            done.refuse(
+            lr = None
+        if lr not in (None, peak):
+            mapped.refuse(
                 "scheduler.params.warmup_max_lr",
                 peak,
-                f"optimizer.params.lr is {own}; set only one of them",
+                f"optimizer.params.lr is {lr}; set only one of them",
             )
-        done.set_option(".optimizer.lr", peak)
-    if _check_number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
-        done.set_option(".optimizer.warmup_steps", params["warmup_num_steps"])
-    if _check_number(done, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
-        done.set_option(".optimizer.min_lr_ratio", params["cos_min_ratio"])
+        mapped.set_option(".optimizer.lr", peak)
+    if _check_number(mapped, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
+        mapped.set_option(".optimizer.warmup_steps", params["warmup_num_steps"])
+    if _check_number(mapped, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
+        mapped.set_option(".optimizer.min_lr_ratio", params["cos_min_ratio"])
     # Refuse parameters that weft's schedules do not have.
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if not _is_off(params.get(key)):
-            done.refuse(f"scheduler.params.{key}", params[key], "the learning rate warms up from 0")
+            mapped.refuse(
+                f"scheduler.params.{key}", params[key], "the learning rate warms up from 0"
+            )
     if params.get("warmup_type", "linear") not in ("linear", AUTO):
-        done.refuse(
+        mapped.refuse(
             "scheduler.params.warmup_type",
             params["warmup_type"],
             "the learning rate warms up linearly",
         )
     if not _is_off(params.get("total_num_steps")):
-        done.refuse(
+        mapped.refuse(
             "scheduler.params.total_num_steps",
             params["total_num_steps"],
             "a schedule ends with the run; write auto, and max_steps=N to end it earlier",
         )
-    done.refuse_unknown(
+    mapped.refuse_unknown(
         "scheduler.params",
         params,
         frozenset(
@@ -394,70 +399,71 @@ def _map_scheduler(done: MappedDeepSpeedConfig, value: Any) -> None:
             )
         ),
     )
-    done.refuse_unknown("scheduler", group, frozenset({"type", "params"}))
+    mapped.refuse_unknown("scheduler", group, frozenset({"type", "params"}))
 
 
 def _build_dtype_rule(key: str, dtype: str) -> Callable[[MappedDeepSpeedConfig, Any], None]:
-    def map_dtype(done: MappedDeepSpeedConfig, value: Any) -> None:
-        group = _read_group(done, key, value)
+    def map_dtype(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+        group = _read_group(mapped, key, value)
         if group.get("enabled") is True:
-            other = done.options.get(f"{done.roles[0]}.dtype") if done.roles else None
+            other = mapped.options.get(f"{mapped.roles[0]}.dtype") if mapped.roles else None
             if other is not None:
-                done.refuse(
+                mapped.refuse(
                     f"{key}.enabled", True, f"{other} is enabled too; enable only one of them"
                 )
-            done.set_option(".dtype", dtype)
+            mapped.set_option(".dtype", dtype)
             scaled = sorted(
                 name
                 for name in group
                 if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name])
             )
             for name in scaled:
-                done.tuning.append(f"{key}.{name}")
-        done.refuse_unknown(key, group, LOSS_SCALING)
+                mapped.tuning.append(f"{key}.{name}")
+        mapped.refuse_unknown(key, group, LOSS_SCALING)
 
     return map_dtype
 
 
-def _map_clipping(done: MappedDeepSpeedConfig, value: Any) -> None:
-    if _check_number(done, "gradient_clipping", value):
-        done.set_option(".optimizer.max_grad_norm", value)
+def _map_clipping(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    if _check_number(mapped, "gradient_clipping", value):
+        mapped.set_option(".optimizer.max_grad_norm", value)
 
 
 # -- sharding, offloading and communication
 
 
-def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
-    group = _read_group(done, "zero_optimization", value)
+def _map_zero(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(mapped, "zero_optimization", value)
     # Map the stage and the offloading.
     stage = group.get("stage", 0)
     if stage in (0, 1, 2, 3) and not isinstance(stage, bool):
-        done.set_option(".zero_stage", stage)
+        mapped.set_option(".zero_stage", stage)
     elif stage != AUTO:
-        done.refuse("zero_optimization.stage", stage, "must be 0, 1, 2 or 3")
+        mapped.refuse("zero_optimization.stage", stage, "must be 0, 1, 2 or 3")
     if group.get("cpu_offload") is True:  # spelling in older files
-        done.set_option(".optimizer.offload", True)
+        mapped.set_option(".optimizer.offload", True)
     for key, option in (("offload_optimizer", ".optimizer.offload"), ("offload_param", ".offload")):
-        _offload(done, f"zero_optimization.{key}", group.get(key), option)
+        _map_offload(mapped, f"zero_optimization.{key}", group.get(key), option)
+    tuning = {key for key in group if key.removeprefix("stage3_") in ZERO_TUNING}
     for key in group:
-        if key.removeprefix("stage3_") in ZERO_TUNING:
-            done.tuning.append(f"zero_optimization.{key}")
+        if key in tuning:
+            mapped.tuning.append(f"zero_optimization.{key}")
     # Refuse sharding groups, which are part of a layout, and unknown keys.
     if group.get("zero_hpz_partition_size", 1) not in (1, AUTO):
         size = group["zero_hpz_partition_size"]
-        done.refuse(
+        mapped.refuse(
             "zero_optimization.zero_hpz_partition_size",
             size,
             f"sharding within a node is the f of a layout: d16f{size}",
         )
     if group.get("mics_shard_size", -1) not in (-1, AUTO):
         size = group["mics_shard_size"]
-        done.refuse(
+        mapped.refuse(
             "zero_optimization.mics_shard_size",
             size,
             f"sharding within a group is the f of a layout: d16f{size}",
         )
-    own = {
+    known = {
         "stage",
         "cpu_offload",
         "offload_optimizer",
@@ -465,83 +471,80 @@ def _zero(done: MappedDeepSpeedConfig, value: Any) -> None:
         "zero_hpz_partition_size",
         "mics_shard_size",
     }
-    tuning = set()
-    for key in group:
-        if key.removeprefix("stage3_") in ZERO_TUNING:
-            tuning.add(key)
-    done.refuse_unknown("zero_optimization", group, ZERO_TUNING | own | tuning)
+    mapped.refuse_unknown("zero_optimization", group, ZERO_TUNING | known | tuning)
 
 
-def _offload(done: MappedDeepSpeedConfig, key: str, value: Any, option: str) -> None:
+def _map_offload(mapped: MappedDeepSpeedConfig, key: str, value: Any, option: str) -> None:
     if value in (None, AUTO):
         return
-    group = _read_group(done, key, value)
+    group = _read_group(mapped, key, value)
     device = group.get("device", "none")
     if device == "cpu":
-        done.set_option(option, True)
+        mapped.set_option(option, True)
     elif device not in ("none", AUTO):
-        done.refuse(f"{key}.device", device, "weft offloads to host memory; write cpu")
+        mapped.refuse(f"{key}.device", device, "weft offloads to host memory; write cpu")
     if not _is_off(group.get("ratio")) and group["ratio"] != 1:
-        done.refuse(f"{key}.ratio", group["ratio"], "weft offloads all of it; leave it out")
-    done.refuse_unknown(key, group, OFFLOAD_TUNING | {"ratio"})
+        mapped.refuse(f"{key}.ratio", group["ratio"], "weft offloads all of it; leave it out")
+    mapped.refuse_unknown(key, group, OFFLOAD_TUNING | {"ratio"})
 
 
-def _map_activations(done: MappedDeepSpeedConfig, value: Any) -> None:
-    group = _read_group(done, "activation_checkpointing", value)
+def _map_activations(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(mapped, "activation_checkpointing", value)
     for key, each in group.items():
         if key in ("partition_activations", "cpu_checkpointing") and each is True:
-            done.refuse(
+            mapped.refuse(
                 f"activation_checkpointing.{key}",
                 each,
                 "write MODEL.gradient_checkpointing=true instead",
             )
         else:
-            done.tuning.append(f"activation_checkpointing.{key}")
+            mapped.tuning.append(f"activation_checkpointing.{key}")
 
 
-def _map_predivide_factor(done: MappedDeepSpeedConfig, value: Any) -> None:
+def _map_predivide_factor(mapped: MappedDeepSpeedConfig, value: Any) -> None:
     if value != 1:
-        done.refuse(
+        mapped.refuse(
             "gradient_predivide_factor", value, "gradients are summed in float32; leave it out"
         )
 
 
-def _map_communication(done: MappedDeepSpeedConfig, value: Any) -> None:
+def _map_communication(mapped: MappedDeepSpeedConfig, value: Any) -> None:
     if value not in ("fp32", "torch.float32"):
-        done.refuse("communication_data_type", value, "gradients are summed in float32; write fp32")
+        mapped.refuse(
+            "communication_data_type", value, "gradients are summed in float32; write fp32"
+        )
 
 
 # -- loggers
 
 
-def _map_tensorboard(done: MappedDeepSpeedConfig, value: Any) -> None:
-    if _read_group(done, "tensorboard", value).get("enabled") is True:
-        done.set_option("logger.tensorboard", True)
+def _map_tensorboard(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    if _read_group(mapped, "tensorboard", value).get("enabled") is True:
+        mapped.set_option("logger.tensorboard", True)
 
 
-def _map_wandb(done: MappedDeepSpeedConfig, value: Any) -> None:
-    group = _read_group(done, "wandb", value)
+def _map_wandb(mapped: MappedDeepSpeedConfig, value: Any) -> None:
+    group = _read_group(mapped, "wandb", value)
     if group.get("enabled") is True:
-        done.set_option("logger.wandb.mode", "online")
+        mapped.set_option("logger.wandb.mode", "online")
         for key, option in (("team", "entity"), ("project", "project")):
             if not _is_off(group.get(key)):
-                done.set_option(f"logger.wandb.{option}", group[key])
-        done.refuse_unknown("wandb", group, frozenset({"enabled", "team", "project"}))
+                mapped.set_option(f"logger.wandb.{option}", group[key])
+        mapped.refuse_unknown("wandb", group, frozenset({"enabled", "team", "project"}))
 
 
 RULES: dict[str, Callable[[MappedDeepSpeedConfig, Any], None]] = {
-    "train_batch_size": lambda done, value: (
-        None
-    ),  # `_map_batch` maps this and the next two together
-    "train_micro_batch_size_per_gpu": lambda done, value: None,
-    "gradient_accumulation_steps": lambda done, value: None,
+    # `_map_batch` maps the three batch sizes together.
+    "train_batch_size": lambda mapped, value: None,
+    "train_micro_batch_size_per_gpu": lambda mapped, value: None,
+    "gradient_accumulation_steps": lambda mapped, value: None,
     "optimizer": _map_optimizer,
     "scheduler": _map_scheduler,
     "fp16": _build_dtype_rule("fp16", "float16"),
     "bf16": _build_dtype_rule("bf16", "bfloat16"),
     "bfloat16": _build_dtype_rule("bfloat16", "bfloat16"),
     "gradient_clipping": _map_clipping,
-    "zero_optimization": _zero,
+    "zero_optimization": _map_zero,
     "activation_checkpointing": _map_activations,
     "gradient_predivide_factor": _map_predivide_factor,
     "communication_data_type": _map_communication,

@@ -20,8 +20,9 @@ from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
 from weft.options import to_plain
 
-# Spelling -> option; for the marks in braces see `weft.cli.aliases.RENAMED`. This table and
-# `VALUE_TRANSLATORS` are divided by the spelling there after which docs/options.md lists the entries.
+# Spelling -> option, with the placeholders of `weft.cli.aliases.RENAMED`. Each outer key of this
+# table and of `VALUE_TRANSLATORS` is a spelling in that module, after which docs/options.md lists
+# the entries.
 RENAMED: dict[str, dict[str, str]] = {
     "model_name_or_path": {
         "model_name": "{first}.path",
@@ -64,7 +65,8 @@ RENAMED: dict[str, dict[str, str]] = {
     "eval_freq": {"rng_seed": "seed", "benchmark_steps": "max_steps"},
 }
 MODEL_SPELLINGS = {"parallel.use_sequence_parallel": "sequence_parallel"}  # names after `MODEL.`
-VALUE_DEPENDENT_SPELLINGS = {  # spellings whose option depends on their value -> the most common option
+# spellings whose option depends on their value -> the most common option
+VALUE_DEPENDENT_SPELLINGS = {
     "bf16": "{model}.dtype",
     "use_cpu": "device",
     "use_peft": "{model}.lora.r",
@@ -79,36 +81,40 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 
 def _translate_half_precision(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Set the dtype of all trained roles to bfloat16 for bf16=true, or to float16 for fp16=true."""
-    if _read_bool(override, given):
+    if _read_bool(override, values):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
-        done.add_assignments([f"{role}.dtype" for role in done.trained_roles], override, dtype)
+        translation.add_assignments(
+            [f"{role}.dtype" for role in translation.trained_roles], override, dtype
+        )
 
 
 def _translate_use_cpu(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Set `device=cpu` for use_cpu=true."""
-    if _read_bool(override, given):
-        done.add_assignments(["device"], override, "cpu")
+    if _read_bool(override, values):
+        translation.add_assignments(["device"], override, "cpu")
 
 
 def _translate_use_peft(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Set the LoRA rank of all trained roles to 16, TRL's default, if `use_peft` is true.
 
     Does nothing if the user also sets `lora_r` (another rank) or `num_virtual_tokens` (prefix
     tuning).
     """
-    if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
-        done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)
+    if _read_bool(override, values) and not {"lora_r", "num_virtual_tokens"} & values.keys():
+        translation.add_assignments(
+            [f"{role}.lora.r" for role in translation.trained_roles], override, LORA_RANK
+        )
 
 
 def _translate_strategy(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Translate Hugging Face's save_strategy or eval_strategy to weft's options.
 
@@ -117,54 +123,54 @@ def _translate_strategy(
     nothing. For eval_strategy, `eval_freq_steps` and `eval_freq_epochs` are set in the same way.
     """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
-    value = given[override.name]
+    value = values[override.name]
     if value not in ("no", "steps", "epoch"):
         raise ConfigError(f"{override.name}={value!r}: must be no, steps or epoch")
     if value == "epoch":
-        done.add_assignments([f"{kind}_freq_epochs"], override, 1)
-    elif value == "steps" and not {f"{kind}_steps", f"{kind}_freq_steps"} & given.keys():
-        done.add_assignments([f"{kind}_freq_steps"], override, DEFAULT_STEP_INTERVAL)
+        translation.add_assignments([f"{kind}_freq_epochs"], override, 1)
+    elif value == "steps" and not {f"{kind}_steps", f"{kind}_freq_steps"} & values.keys():
+        translation.add_assignments([f"{kind}_freq_steps"], override, DEFAULT_STEP_INTERVAL)
 
 
 def _translate_best_metric(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
-    """Set `save_best` to the evaluation metric that Hugging Face's loss or eval_loss stands for."""
-    name = str(given[override.name]).removeprefix("eval_").removeprefix("eval/")
-    done.add_assignments(["save_best"], override, f"eval/{name}")
+    """Set `save_best` to `eval/NAME`, where the value is Hugging Face's NAME or eval_NAME."""
+    name = str(values[override.name]).removeprefix("eval_").removeprefix("eval/")
+    translation.add_assignments(["save_best"], override, f"eval/{name}")
 
 
 def _translate_greater_is_better(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Set `save_best_mode` to max or min."""
-    mode = "max" if _read_bool(override, given) else "min"
-    done.add_assignments(["save_best_mode"], override, mode)
+    mode = "max" if _read_bool(override, values) else "min"
+    translation.add_assignments(["save_best_mode"], override, mode)
 
 
 def _translate_report_to(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
+    translation: OverrideTranslation, override: Override, values: dict[str, Any]
 ) -> None:
     """Enable each logger that the value names, by setting the logger's option.
 
     The options are `logger.tensorboard=true`, `logger.wandb.mode=online` and
     `logger.trackio.project`. The value "none" enables no logger.
     """
-    value = given[override.name]
+    value = values[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {
             "tensorboard": ("logger.tensorboard", True),
             "wandb": ("logger.wandb.mode", "online"),
-            "trackio": ("logger.trackio.project", given.get("experiment_name")),
+            "trackio": ("logger.trackio.project", values.get("experiment_name")),
         }
         if name in settings:
-            done.add_assignments([settings[name][0]], override, settings[name][1])
+            translation.add_assignments([settings[name][0]], override, settings[name][1])
         elif name != "none":
             raise ConfigError(f"report_to={name!r}: must be none, tensorboard, wandb or trackio")
 
 
-def _read_bool(override: Override, given: dict[str, Any]) -> bool:
-    value = given[override.name]
+def _read_bool(override: Override, values: dict[str, Any]) -> bool:
+    value = values[override.name]
     if not isinstance(value, bool):
         raise ConfigError(f"{override.name}={value!r}: must be true or false")
     return value
@@ -193,7 +199,7 @@ GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
 DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
 DEGREE_PATTERN = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
 SEQUENCE_PARALLEL_PATTERN = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
-TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
+TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<field>_class|is_critic|size)")
 HALF_PRECISION_PATTERN = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
 SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
 NODE_PATTERN = re.compile(
@@ -231,13 +237,14 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 class _ReaLTranslation:
     """Translator of a command line from ReaL's option names to weft's.
 
-    `layouts` maps each model call to the parallel degrees that the command line sets for it. The
-    call's layout is built from these degrees.
+    `known` has the options of the configuration, and `values` the values of the command line by
+    option. `layouts` maps each model call to the parallel degrees that the command line sets for
+    it, from which the call's layout is built.
     """
 
     config: RunConfig
-    known: frozenset[str]  # options of the configuration
-    given: Mapping[str, Any]  # values by name
+    known: frozenset[str]
+    values: Mapping[str, Any]
     translated: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
@@ -254,7 +261,7 @@ class _ReaLTranslation:
     @property
     def nodes(self) -> list[str]:
         """Names of the nodes in `nodelist`, in order, or an empty list if `nodelist` is not set."""
-        return _expand_node_names(str(self.given.get("nodelist") or ""))
+        return _expand_node_names(str(self.values.get("nodelist") or ""))
 
 
 def translate_real_options(
@@ -266,54 +273,54 @@ def translate_real_options(
     that cannot be translated.
     """
     overrides = list(overrides)
-    done = _ReaLTranslation(config, known, {each.name: to_plain(each.value) for each in overrides})
+    translation = _ReaLTranslation(
+        config, known, {each.name: to_plain(each.value) for each in overrides}
+    )
     for override in overrides:
-        _translate_option(done, override)
-    for call, sizes in done.layouts.items():
-        layout = (
-            "".join(
-                f"{degree}{sizes.get(degree, 1)}" for degree in "dtp" if sizes.get(degree, 1) > 1
-            )
-            or "d1"
-        )
-        done.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
-        done.translated.append(Override(f"{call}.layout", layout))
-    return done.translated, done.notes
+        _translate_option(translation, override)
+    for call, sizes in translation.layouts.items():
+        degrees = [f"{degree}{sizes[degree]}" for degree in "dtp" if sizes.get(degree, 1) > 1]
+        layout = "".join(degrees) or "d1"
+        translation.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
+        translation.translated.append(Override(f"{call}.layout", layout))
+    return translation.translated, translation.notes
 
 
-def _translate_option(done: _ReaLTranslation, override: Override) -> None:
-    name = _strip_group(done, override.name)
+def _translate_option(translation: _ReaLTranslation, override: Override) -> None:
+    name = _strip_group(translation, override.name)
     if name != override.name:
-        done.notes.append(f"{override.name} is read as {name}")
+        translation.notes.append(f"{override.name} is read as {name}")
         override = replace(override, name=name)
     last = name.rpartition(".")[2]
-    if name in done.known:
-        _change_value(done, override, last)
+    if name in translation.known:
+        _change_value(translation, override, last)
     elif match := TYPE_PATTERN.fullmatch(name):
-        _read_type(done, override, match["role"], match["what"])
+        _read_type(translation, override, match["role"], match["field"])
     elif match := DEGREE_PATTERN.fullmatch(name):
-        _collect_degree(done, override, match["call"], DEGREES[match["degree"]])
+        _collect_degree(translation, override, match["call"], DEGREES[match["degree"]])
     elif (
         match := SEQUENCE_PARALLEL_PATTERN.fullmatch(name)
-    ) and f"{match['call']}.layout" in done.known:
-        _read_sequence_parallel(done, override, match["call"])
+    ) and f"{match['call']}.layout" in translation.known:
+        _read_sequence_parallel(translation, override, match["call"])
     elif match := HALF_PRECISION_PATTERN.fullmatch(name):
-        _read_half(done, override, match["role"], match["kind"])
+        _read_half(translation, override, match["role"], match["kind"])
     elif name == "nodelist":
-        _read_nodes(done, override)
-    elif any(name.startswith(f"{option}.") for option in done.known):
-        done.translated.append(override)  # an entry of a mapping with user-defined keys
+        _read_nodes(translation, override)
+    elif any(name.startswith(f"{option}.") for option in translation.known):
+        translation.translated.append(override)  # an entry of a mapping with user-defined keys
     elif name in REAL_RENAMED:
-        done.add_renamed(override, REAL_RENAMED[name], override.value)
+        translation.add_renamed(override, REAL_RENAMED[name], override.value)
     elif last == "init_critic_from_actor":
-        done.add_renamed(override, "ppo.critic_init", "actor" if to_plain(override.value) else None)
+        translation.add_renamed(
+            override, "ppo.critic_init", "actor" if to_plain(override.value) else None
+        )
     elif last in IGNORED_OPTIONS:
-        done.note_ignored(override, IGNORED_OPTIONS[last])
+        translation.note_ignored(override, IGNORED_OPTIONS[last])
     else:
-        done.translated.append(override)
+        translation.translated.append(override)
 
 
-def _strip_group(done: _ReaLTranslation, name: str) -> str:
+def _strip_group(translation: _ReaLTranslation, name: str) -> str:
     """Return an option's name without ReaL's prefix `exp_ctrl.`.
 
     The prefix `allocation.` is replaced by the name of the main role.
@@ -321,41 +328,43 @@ def _strip_group(done: _ReaLTranslation, name: str) -> str:
     if name.startswith("exp_ctrl."):
         return name.removeprefix("exp_ctrl.")
     if name.startswith("allocation."):
-        return f"{done.config.main_role}.{name.removeprefix('allocation.')}"
+        return f"{translation.config.main_role}.{name.removeprefix('allocation.')}"
     return name
 
 
-def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
+def _change_value(translation: _ReaLTranslation, override: Override, last: str) -> None:
     """Translate the value of an option whose name is the same in ReaL and in weft.
 
     `last` is the last part of the name. Values that weft also accepts are not changed.
     """
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
-        done.add_renamed(override, override.name, "adamw")
+        translation.add_renamed(override, override.name, "adamw")
     elif override.name == "allocation_mode" and value in ALLOCATIONS:
-        done.add_renamed(override, override.name, ALLOCATIONS[value])
+        translation.add_renamed(override, override.name, ALLOCATIONS[value])
     elif override.name == "recover_mode" and value == "save":
-        done.add_renamed(override, override.name, "auto")
+        translation.add_renamed(override, override.name, "auto")
     elif last == "device_mesh" and isinstance(value, str) and NODE_PATTERN.match(value):
-        done.add_renamed(override, override.name, _convert_devices(done, override.name, value))
+        translation.add_renamed(
+            override, override.name, _convert_devices(translation, override.name, value)
+        )
     else:
-        done.translated.append(override)
+        translation.translated.append(override)
 
 
-def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str) -> None:
-    """Translate an option `ROLE.type.*`; `what` is its last part.
+def _read_type(translation: _ReaLTranslation, override: Override, role: str, field: str) -> None:
+    """Translate an option `ROLE.type.*`; `field` is its last part.
 
     `_class` becomes weft's option `ROLE.type`. `size` and `is_critic` are dropped with a note.
     Raises `ConfigError` if `is_critic` contradicts the role.
     """
-    if what == "_class":
-        done.add_renamed(override, f"{role}.type", override.value)
+    if field == "_class":
+        translation.add_renamed(override, f"{role}.type", override.value)
         return
-    if what == "size":
-        done.note_ignored(override, "weft reads sizes from config.json")
+    if field == "size":
+        translation.note_ignored(override, "weft reads sizes from config.json")
         return
-    is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
+    is_critic = role in ("critic", "rew") or translation.config.algorithm == "rw"
     if to_plain(override.value) is not is_critic:
         if is_critic:
             kind = "gives each sequence or token one value"
@@ -365,66 +374,72 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
             f"{override.name}={to_plain(override.value)!r}: {role!r} {kind} in this experiment; "
             f"leave the option out"
         )
-    done.note_ignored(override, "the role says it")
+    translation.note_ignored(override, "the role says it")
 
 
-def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
+def _collect_degree(
+    translation: _ReaLTranslation, override: Override, call: str, degree: str
+) -> None:
     """Store one of ReaL's parallel degrees, such as `data_parallel_size`, for the layout of `call`.
 
     If weft has no option `layout` for `call`, or if the user also sets that option, the assignment
     is left untranslated. Raises `ConfigError` for an invalid size.
     """
-    if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
-        done.translated.append(override)
+    if f"{call}.layout" not in translation.known or f"{call}.layout" in translation.values:
+        translation.translated.append(override)
         return
     size = to_plain(override.value)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f"{override.name}={size!r}: must be a whole number, at least 1")
-    done.layouts.setdefault(call, {})[degree] = size
+    translation.layouts.setdefault(call, {})[degree] = size
 
 
-def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
+def _read_sequence_parallel(translation: _ReaLTranslation, override: Override, call: str) -> None:
     """Translate a call's `use_sequence_parallel` to the option `sequence_parallel` of its model.
 
     The value true is dropped with a note, because it is weft's default.
     """
     role = call.partition("_")[0]
-    target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
+    if f"{role}.path" not in translation.known:
+        role = translation.config.main_role
+    target = f"{role}.sequence_parallel"
     if to_plain(override.value) is True:
-        done.note_ignored(override, f"{target} is true by default")
-    elif not any(each.name == target for each in done.translated):
-        done.add_renamed(override, target, override.value)
+        translation.note_ignored(override, f"{target} is true by default")
+    elif not any(each.name == target for each in translation.translated):
+        translation.add_renamed(override, target, override.value)
 
 
-def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str) -> None:
+def _read_half(translation: _ReaLTranslation, override: Override, role: str, kind: str) -> None:
     if to_plain(override.value) is True:
-        done.add_renamed(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
+        translation.add_renamed(
+            override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind]
+        )
     else:
-        done.note_ignored(override, f"{role}.dtype says it")
+        translation.note_ignored(override, f"{role}.dtype says it")
 
 
-def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
+def _read_nodes(translation: _ReaLTranslation, override: Override) -> None:
     """Translate `nodelist` to `slurm.nodelist` if the run has `mode=slurm`.
 
     In other modes, `nodelist` only determines how the devices in `device_mesh` are numbered.
     """
     _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
-    if done.given.get("mode") == "slurm":
-        done.add_renamed(override, "slurm.nodelist", override.value)
+    if translation.values.get("mode") == "slurm":
+        translation.add_renamed(override, "slurm.nodelist", override.value)
     else:
-        done.note_ignored(
+        translation.note_ignored(
             override, "without mode=slurm its names only number the devices of device_mesh"
         )
 
 
-def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
+def _convert_devices(translation: _ReaLTranslation, name: str, text: str) -> str:
     """Convert devices such as `NODE01:0,1` to device indices, separated by commas.
 
     The devices are numbered consecutively across the nodes in `nodelist`. A node name without
     device numbers means all devices of the node. Raises `ConfigError` for a node that is not in
     `nodelist` and for a device that the node does not have.
     """
-    size = done.given.get("n_gpus_per_node")
+    size = translation.values.get("n_gpus_per_node")
     if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
         size = GPUS_PER_NODE
     devices: list[int] = []
@@ -434,31 +449,31 @@ def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
             f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]"
         )
     for node in _expand_node_names(text.partition(":")[0]):
-        number = _find_node_index(done, name, node)
-        inside = _expand_ranges(match["devices"]) if match["devices"] else range(size)
-        wrong = [device for device in inside if device >= size]
-        if wrong:
+        number = _find_node_index(translation, name, node)
+        indices = _expand_ranges(match["devices"]) if match["devices"] else range(size)
+        missing = [device for device in indices if device >= size]
+        if missing:
             raise ConfigError(
                 f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no "
-                f"{wrong[0]}; set n_gpus_per_node"
+                f"{missing[0]}; set n_gpus_per_node"
             )
-        for device in inside:
+        for device in indices:
             devices.append(number * size + device)
     return ",".join(map(str, sorted(devices)))
 
 
-def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
+def _find_node_index(translation: _ReaLTranslation, name: str, node: str) -> int:
     """Return the index of `node` in `nodelist`.
 
     In a single-node run without `nodelist`, the index is 0. Raises `ConfigError` for an unknown
     node.
     """
-    if node in done.nodes:
-        return done.nodes.index(node)
-    if not done.nodes and done.given.get("n_nodes", 1) == 1:
+    if node in translation.nodes:
+        return translation.nodes.index(node)
+    if not translation.nodes and translation.values.get("n_nodes", 1) == 1:
         return 0
-    if done.nodes:
-        listed = f"nodelist has {', '.join(done.nodes)}"
+    if translation.nodes:
+        listed = f"nodelist has {', '.join(translation.nodes)}"
     else:
         listed = "nodelist is not set"
     raise ConfigError(

@@ -22,7 +22,7 @@ from weft.observe.jsonl import build_served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
-# rows and tokens at which the module is compared with the network
+# (rows, tokens) of the inputs on which the traced module is compared with the network
 TRIALS = ((1, 1), (2, 7), (3, 33))
 TOLERANCE = 1e-4  # for float32 sums in another order
 
@@ -58,8 +58,8 @@ def write(
     raw = hf_io.read_raw(source)
     scores = config_file.is_reward_model(raw)
     if scores != (mode == "rm"):
-        what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
-        raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")
+        kind, fitting = ("a reward model", "rm") if scores else ("a language model", "sft")
+        raise ConfigError(f"--triton_mode={mode}: {model} is {kind}; write --triton_mode {fitting}")
     # TorchScript modules see all tokens, so windows would be ignored silently.
     windows = []
     for window in hf_io.read_config(source)[1].windows:
@@ -68,8 +68,7 @@ def write(
     if windows:
         raise ConfigError(
             f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript "
-            f"module would not heed; use "
-            "weft serve"
+            "module would ignore; use weft serve"
         )
     # Trace the model.
     with hide_library_output():
@@ -112,12 +111,10 @@ class TracedRewardModel(nn.Module):
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()
-        self.network, self.score, self.mean, self.padding = (
-            network.base_model,
-            network.score,
-            mean,
-            padding,
-        )
+        self.network = network.base_model
+        self.score = network.score
+        self.mean = mean
+        self.padding = padding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         states = _compute_states(self.network, input_ids, attention_mask)
@@ -127,9 +124,9 @@ class TracedRewardModel(nn.Module):
         else:
             last = attention_mask.to(torch.int64).sum(dim=1) - 1
             if self.padding is not None:
-                places = torch.ones_like(input_ids, dtype=torch.int64).cumsum(dim=1) - 1
-                text = (input_ids != self.padding) & (attention_mask > 0)
-                last_text = torch.where(text, places, -torch.ones_like(places)).amax(dim=1)
+                positions = torch.ones_like(input_ids, dtype=torch.int64).cumsum(dim=1) - 1
+                is_text = (input_ids != self.padding) & (attention_mask > 0)
+                last_text = torch.where(is_text, positions, -torch.ones_like(positions)).amax(dim=1)
                 last = torch.where(last_text >= 0, last_text, last)
             last = last.reshape(-1, 1, 1)
             pooled = states.gather(1, last.expand(-1, 1, states.shape[2])).squeeze(1)
@@ -163,17 +160,17 @@ def _build_arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any
     With the explicit mask, tracing does not turn a sequence length into a constant.
     """
     ids = input_ids.to(torch.int64)
-    places = torch.ones_like(ids).cumsum(dim=1)
-    seen = (places.unsqueeze(1) <= places.unsqueeze(2)) & (attention_mask.unsqueeze(1) > 0)
+    counts = torch.ones_like(ids).cumsum(dim=1)  # position + 1
+    visible = (counts.unsqueeze(1) <= counts.unsqueeze(2)) & (attention_mask.unsqueeze(1) > 0)
     mask = (
-        torch.zeros_like(seen, dtype=torch.float32)
-        .masked_fill(~seen, torch.finfo(torch.float32).min)
+        torch.zeros_like(visible, dtype=torch.float32)
+        .masked_fill(~visible, torch.finfo(torch.float32).min)
         .unsqueeze(1)
     )
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        "position_ids": places - 1,
+        "position_ids": counts - 1,
         "use_cache": False,
     }
 
@@ -220,7 +217,7 @@ def _trace(module: nn.Module, vocab: int, model: str) -> Any:
     """
     try:
         traced = torch.jit.trace(module, _build_inputs(2, 11, vocab), check_trace=False)
-        apart = max(
+        difference = max(
             _measure_difference(module, traced, _build_inputs(rows, tokens, vocab))
             for rows, tokens in TRIALS
         )
@@ -228,20 +225,20 @@ def _trace(module: nn.Module, vocab: int, model: str) -> Any:
         raise CheckpointError(
             f"{model}: its network cannot be written in TorchScript: {str(error).splitlines()[0]}"
         ) from error
-    if not apart <= TOLERANCE:
+    if not difference <= TOLERANCE:
         raise CheckpointError(
-            f"{model}: the TorchScript module differs from the network by {apart:.2g} at other "
-            f"lengths; use weft serve"
+            f"{model}: the TorchScript module differs from the network by {difference:.2g} at "
+            f"other lengths; use weft serve"
         )
     return traced
 
 
-def _measure_difference(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
+def _measure_difference(module: nn.Module, traced: Any, inputs: tuple[Tensor, Tensor]) -> float:
     """Return the largest absolute difference between two modules' outputs for `inputs`."""
-    outputs = one(*inputs)
-    again = other(*inputs)
+    outputs = module(*inputs)
+    traced_outputs = traced(*inputs)
     if isinstance(outputs, Tensor):
-        pairs = [(outputs, again)]
+        pairs = [(outputs, traced_outputs)]
     else:
-        pairs = list(zip(outputs, again, strict=True))
+        pairs = list(zip(outputs, traced_outputs, strict=True))
     return max(float((a - b).abs().max()) for a, b in pairs)

@@ -11,9 +11,8 @@ from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.errors import ConfigError
 from weft.observe.jsonl import POLICIES
 
-STORE_PREFIX = (
-    ".triton_models/model_store_"  # Open-Assistant's path of model stores; rm or sft is appended
-)
+# Open-Assistant's path of model stores; rm or sft is appended.
+STORE_PREFIX = ".triton_models/model_store_"
 
 
 def add_command(commands: Any) -> None:
@@ -69,7 +68,7 @@ def _complete_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _write_store(arguments: argparse.Namespace) -> None:
-    """Write the store. A reward model ignores padding as in its tokenizer."""
+    """Write the model store. A reward model's score ignores its tokenizer's padding token."""
     from weft.compat import triton
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
@@ -107,8 +106,8 @@ def find_triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] =
         raise ConfigError("--configs: needs names of sections, such as --configs pythia_rlhf")
     base = registry.quickstarts.get("ppo")()
     stack = read_stack(names, SectionLibrary.from_folders(), base, overrides.parse(list(assigned)))
-    wanted = {"rm": "rew.path", "sft": "actor.path"}[mode]
-    model: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
+    option = {"rm": "rew.path", "sft": "actor.path"}[mode]
+    model: Any = next((o.value for o in stack.overrides if o.name == option), None)
     if not isinstance(model, str):
         key = {"rm": "rank_config", "sft": "sft_config"}[mode]
         raise ConfigError(

@@ -84,7 +84,6 @@ class BackgroundTokenTable:
     ) -> None:
         self.ids = ids
         self.rows = rows
-        # Called with the length of the longest sequence whenever it grows.
         self.check_longest: Callable[[int], None] | None = None
         self._job = job
         self._places = places
@@ -129,7 +128,7 @@ class BackgroundTokenTable:
             self._state[missing] = UNDER_WAY
         self._encode_here(missing)
         with self._changed:
-            # A process is encoding these; encode them here too instead of waiting.
+            # A worker is encoding these samples. Encode them here too instead of waiting.
             others = []
             for index in indices:
                 if self._state[index] == UNDER_WAY:
@@ -345,10 +344,10 @@ class BackgroundTokenTable:
             self._samples.append(self._with_columns(table.sample))
             self._reports.append(replace(table.report, cut=cut))
             self._longest = max(self._longest, table.compute_max_seqlen())
-            last = bool((self._state == DONE).all())
+            is_complete = bool((self._state == DONE).all())
         for row in rows:
             self._pickled[row] = b""
-        if last:
+        if is_complete:
             # Join all chunks in a thread, so that training does not wait for the join.
             thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
             self._threads.append(thread)

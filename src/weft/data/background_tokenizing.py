@@ -82,15 +82,15 @@ def tokenize_in_background(
 
     If possible, the table is a `BackgroundTokenTable`, which is filled during training. The caller
     has to start it. Otherwise, it is a complete `TokenTable`. This is the case if the cache has the
-    table, the files are small, `num_workers` is 0, or `source.most` is set. It is also the case if
-    a row can give several samples, or if the rows vary too much (see `_read_all_rows`).
+    table, the files are small, `num_workers` is 0, or `source.max_samples` is set. It is also the
+    case if a row can give several samples, or if the rows vary too much (see `_read_all_rows`).
 
     Raises `DataError` with a report on the invalid rows that were found.
     """
     files = find_files(source.path, source.split)
     if (
         source.num_workers == 0
-        or source.most is not None
+        or source.max_samples is not None
         or not isinstance(form, SingleSampleEncoder)
         or not are_large(files)
     ):
@@ -232,7 +232,7 @@ def _build_background_table(
             for index, message, long in outcome[2]:
                 problems.append((chunk[index], message, long))
 
-    # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
+    # Encode the chosen rows. If some are bad, encode all rows of the same shapes, to report on them.
     eager_rows = sorted(rows.eager_rows)
     encode(eager_rows)
     bad_shapes = {rows.shapes[row] for row, _, long in problems if long is None}

@@ -144,20 +144,25 @@ def _read_pair(name: str, row: Row) -> PromptReplies:
                 read_text({"rejected": replies[1]}, "rejected"),
             ],
         )
-    talks = [
+    conversations = [
         normalize_messages(columns.split_messages(row[key]))
         if isinstance(row[key], str)
         else read_messages(row, key, "assistant")
         for key in keys
     ]
-    if talks[0][0]["role"] == "assistant":
-        return _read_prompt(name, row, "preference", [_find_reply(talk, []) for talk in talks])
-    shared = _read_conversation(name, prepend_system(row, talks[0]))
+    if conversations[0][0]["role"] == "assistant":
+        return _read_prompt(
+            name,
+            row,
+            "preference",
+            [_find_reply(conversation, []) for conversation in conversations],
+        )
+    shared = _read_conversation(name, prepend_system(row, conversations[0]))
     return PromptReplies(
         name,
         None,
         shared.messages,
-        (shared.replies[0], _find_reply(prepend_system(row, talks[1]), shared.messages)),
+        (shared.replies[0], _find_reply(prepend_system(row, conversations[1]), shared.messages)),
     )
 
 
@@ -167,13 +172,13 @@ def _read_conversation(name: str, messages: Sequence[Message]) -> PromptReplies:
     return PromptReplies(name, None, tuple(messages[:-1]), (_find_reply(messages, messages[:-1]),))
 
 
-def _find_reply(talk: Sequence[Message], before: Sequence[Message]) -> str:
-    """Return the content of the reply that follows the messages `before` in `talk`.
+def _find_reply(conversation: Sequence[Message], before: Sequence[Message]) -> str:
+    """Return the content of the reply that follows the messages `before` in `conversation`.
 
-    Raises `BadRow` if `talk` is not `before` followed by one reply.
+    Raises `BadRow` if `conversation` is not `before` followed by one reply.
     """
-    added = talk[len(before) :]
-    if list(talk[: len(before)]) != list(before) or len(added) != 1:
+    added = conversation[len(before) :]
+    if list(conversation[: len(before)]) != list(before) or len(added) != 1:
         raise BadRow("its two conversations differ in more than their last reply")
     if (
         added[0]["role"] != "assistant"
@@ -199,7 +204,7 @@ def _read_tree(row: Row) -> Iterator[PromptReplies]:
             yield PromptReplies(path[-2]["message_id"], None, prompt, (path[-1]["text"],))
 
 
-# -- Functions that make a reply worse
+# -- degradation of replies
 
 
 def _shuffle_words(reply: str, random: Random) -> str:
@@ -226,7 +231,7 @@ DEGRADATIONS: Mapping[str, Callable[[str, Random], str]] = {
 }
 OTHER_PROMPT = "other"  # kind of bad reply: the best reply to another prompt
 KINDS = (*DEGRADATIONS, OTHER_PROMPT)
-LEAST_WORDS = 4  # replies with fewer words are not made worse
+MIN_WORDS = 4  # replies with fewer words are not made worse
 
 
 def make_worse_reply(
@@ -245,7 +250,7 @@ def make_worse_reply(
         other_rows = [other for other in others if other.id != row.id]
         reply = other_rows[int(random.integers(len(other_rows)))].replies[0] if other_rows else ""
     else:
-        if len(row.replies[0].split()) >= LEAST_WORDS:
+        if len(row.replies[0].split()) >= MIN_WORDS:
             reply = DEGRADATIONS[kind](row.replies[0], random)
         else:
             reply = ""

@@ -35,7 +35,8 @@ from weft.data.mixture import (
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, UserError
 
-# Fields of `BatchingOptions` that are always part of the fingerprint; others only if not at their default.
+# Fields of `BatchingOptions` that are always part of the fingerprint. Other fields are part of it
+# only if they differ from their defaults.
 SIZE_FIELDS = ("num_ids", "num_tokens", "option")
 # Samples used for the memory forecast while some rows are not tokenized yet.
 MAX_FORECAST_SAMPLES = 512
@@ -450,8 +451,8 @@ class StreamLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return a list that contains only the largest batch of the first epoch.
 
-        Of a `ResumableStream`, which is not read in advance, it is the next batch. Raises
-        `DataError` if that epoch has no batch.
+        A `ResumableStream` is not read in advance; the list then contains its next batch. Raises
+        `DataError` if the first epoch has no batch.
         """
         if self._stream is not None:
             batch = next(iter(self._stream))
@@ -520,13 +521,14 @@ class StreamLoader:
         The first call iterates over the dataset to count them; later calls return the same result.
         """
         if self._first_epoch_counts is None:
-            ids = batches = most_tokens = 0
+            ids = batches = max_tokens = 0
             for batch in self._open_epoch(0):
-                ids = ids + batch.num_ids
-                batches = batches + 1
-                if (tokens := int(batch.token_costs().sum())) > most_tokens:
+                ids += batch.num_ids
+                batches += 1
+                tokens = int(batch.token_costs().sum())
+                if tokens > max_tokens:
                     self._largest = batch
-                    most_tokens = tokens
+                    max_tokens = tokens
                 if batches == self._limit:
                     break
             self._first_epoch_counts = (ids, batches)

@@ -117,15 +117,15 @@ def mask_conversation(
     # Collect the parts that the template omits from these turns.
     cut: list[TemplateOmission] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
-        written = text[a:b]
+        turn_text = text[a:b]
         content = messages[turn]["content"]
-        if (turn, "content") not in lost and not rendered.has_content(written, content):
-            part = find_missing_words(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
+        if (turn, "content") not in lost and not rendered.has_content(turn_text, content):
+            part = find_missing_words(turn_text, content.rpartition(rendered.END_OF_THOUGHT)[2])
             raise rendered.build_not_rendered_error(
                 messages[turn], turn, ["content"], template.name, part
             )
         fields = {field for index, field in lost if index == turn}
-        cut += TrainedTurn(template, messages, tools, turn, written).find_omissions(fields)
+        cut += TrainedTurn(template, messages, tools, turn, turn_text).find_omissions(fields)
     return MaskedConversation(
         *mask_spans(template.encode, template.offsets, text, spans),
         unused,

@@ -1,7 +1,8 @@
-"""Columns of a user's rows: renaming them, and reading the prompt, also from a dialogue in one text.
+"""Columns of a user's rows: renaming of columns, and reading of the prompt.
 
-Names are changed by `dataset.columns={prompt: question, answer: solution}`. The prompt of a row is
-read, as text or as messages, in the same way for all dataset types.
+Columns are renamed by `dataset.columns={prompt: question, answer: solution}`. All dataset types
+read the prompt of a row, which is a text, a list of messages or a dialogue in one text, in the same
+way.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def count_shared_characters(text: str, other: str) -> int:
     return max(length, 0)
 
 
+# names of columns
 SYSTEM = "system"
 INPUT = "input"
 HISTORY = "history"
@@ -145,10 +147,10 @@ def read_prompt_text(row: Row, key: str) -> str:
     """
     prompt = _read_question(row, key)
     system = _read_system(row)
-    above = f"{system}\n" if system else ""
+    prefix = f"{system}\n" if system else ""
     if key in ("instruction", "question"):
-        return f"{above}{prompt}\n"
-    return above + prompt
+        return f"{prefix}{prompt}\n"
+    return prefix + prompt
 
 
 def read_conversation(row: Row, key: str) -> list[Message]:
@@ -188,7 +190,8 @@ def read_messages(row: Row, key: str, role: str) -> list[Message]:
         return normalize_messages([{"role": role, "content": value}])
     if not isinstance(value, Mapping | list | tuple):
         raise BadRow(
-            f"{key!r} must be text or a list of messages {{role, content}}, not {describe_kind(value)}"
+            f"{key!r} must be text or a list of messages {{role, content}}, not "
+            f"{describe_kind(value)}"
         )
     return _normalize_column([value] if isinstance(value, Mapping) else value, key)
 
@@ -276,16 +279,16 @@ def _read_history(row: Row) -> list[Message]:
     return messages
 
 
-ANYWHERE = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
-ASKED = (*PROMPT_KEYS, *MESSAGE_KEYS)
+COMMON_COLUMNS = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
+PROMPT_COLUMNS = (*PROMPT_KEYS, *MESSAGE_KEYS)
 # Columns that each dataset type reads. Type `prompt` (whose columns are passed to verifiers) and
 # the user's dataset classes accept any column.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "prompt_answer": (*ASKED, *ANSWER_KEYS),
-    "chat": (*ASKED, *ANSWER_KEYS),
-    "paired_comparison": (*ASKED, "pos_answers", "neg_answers", "margin"),
+TYPE_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "prompt_answer": (*PROMPT_COLUMNS, *ANSWER_KEYS),
+    "chat": (*PROMPT_COLUMNS, *ANSWER_KEYS),
+    "paired_comparison": (*PROMPT_COLUMNS, "pos_answers", "neg_answers", "margin"),
     "preference": (
-        *ASKED,
+        *PROMPT_COLUMNS,
         "chosen",
         "rejected",
         "chosen_messages",
@@ -294,10 +297,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         *ANSWER_KEYS,
         *LABEL_KEYS,
     ),
-    "ranking": (*ASKED, "prefix", "replies", "augmented"),
+    "ranking": (*PROMPT_COLUMNS, "prefix", "replies", "augmented"),
     "text": ("text",),
 }
-SHOWN = 20  # maximum number of columns listed in an error message
+MAX_SHOWN = 20  # maximum number of columns listed in an error message
 
 # column name of the dataset type -> column of the file, or a.b for key b of the mapping in column a
 Columns = Mapping[str, str]
@@ -307,8 +310,8 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Check that the keys of `columns` are names of columns that the dataset type `type` reads.
 
-    Types that are not in `NAMES` accept any name. The values of arguments such as `prompt_key` in
-    `args` are accepted too. Raises `ConfigError` for an unknown name, and if an argument such as
+    Types that are not in `TYPE_COLUMNS` accept any name. The values of arguments such as
+    `prompt_key` in `args` are accepted too. Raises `ConfigError` for an unknown name, and if an argument such as
     `prompt_key` is empty.
     """
     for name, value in args.items():
@@ -318,10 +321,10 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         if name.endswith("_key"):
             named_by_args.append(str(value))
-    if type not in NAMES:
+    if type not in TYPE_COLUMNS:
         return
     for name, column in columns.items():
-        known = (*NAMES[type], *ANYWHERE, *named_by_args)
+        known = (*TYPE_COLUMNS[type], *COMMON_COLUMNS, *named_by_args)
         if name not in known:
             close = find_nearest(name, known)
             if column in known:
@@ -331,7 +334,7 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
-                hint = f"names: {', '.join(NAMES[type])}"
+                hint = f"names: {', '.join(TYPE_COLUMNS[type])}"
             raise ConfigError(
                 f"dataset.columns: rows of dataset.type={type} have no {name!r} (given for "
                 f"column {column!r}); "
@@ -388,10 +391,10 @@ def _describe_missing(missing: Mapping[str, str], existing: list[str], path: str
     name, column = next(iter(missing.items()))
     close = find_nearest(column, existing)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
-    remainder = f" and {len(existing) - SHOWN} more" if len(existing) > SHOWN else ""
+    remainder = f" and {len(existing) - MAX_SHOWN} more" if len(existing) > MAX_SHOWN else ""
     return (
         f"dataset.columns: {name}: no row of {path} has the column {column!r}; {hint} columns are "
-        f"{', '.join(existing[:SHOWN])}{remainder}"
+        f"{', '.join(existing[:MAX_SHOWN])}{remainder}"
     )
 
 

@@ -45,12 +45,13 @@ class SourceCount:
         return f"{self.name} (valid)"
 
     def format_cells(self) -> tuple[str, ...]:
-        done = self.report
-        unknown = ("", "", "") if self.ahead is None else ("later",) * 3
-        if done is None:
-            cut = unknown
+        report = self.report
+        if report is not None:
+            cut = (f"{report.prompts_cut:,}", f"{report.answers_cut:,}", f"{report.dropped:,}")
+        elif self.ahead is not None:
+            cut = ("later", "later", "later")
         else:
-            cut = (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
+            cut = ("", "", "")
         return (
             self.label,
             self.type,
@@ -68,10 +69,10 @@ class SourceCount:
         if self.ahead is not None:
             return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]
         if self.report is None:
-            by_template = []
+            omission_notes = []
         else:
-            by_template = [f"{self.label}: {cut}" for cut in self.report.cut]
-        return [*self._build_length_notes(limits), *by_template, *self.build_unused_notes()]
+            omission_notes = [f"{self.label}: {omission}" for omission in self.report.cut]
+        return [*self._build_length_notes(limits), *omission_notes, *self.build_unused_notes()]
 
     def build_unused_notes(self) -> list[str]:
         """Return notes on unused columns, and on messages that follow a row's last reply."""
@@ -120,10 +121,10 @@ def render_table(counts: Sequence[SourceCount]) -> str:
         sums = []
         for name in ("train", "evaluation", "per_epoch"):
             sums.append(sum(getattr(count, name) for count in counts))
-        done = sum(
+        report = sum(
             (count.report for count in counts if count.report is not None), TokenizationReport()
         )
-        numbers = [*sums, done.prompts_cut, done.answers_cut, done.dropped]
+        numbers = [*sums, report.prompts_cut, report.answers_cut, report.dropped]
         rows.append(("total", "", *(f"{number:,}" for number in numbers)))
     widths = []
     for column in range(len(COLUMNS)):
@@ -131,8 +132,8 @@ def render_table(counts: Sequence[SourceCount]) -> str:
     lines = []
     for row in rows:
         cells = []
-        for i, (cell, w) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.ljust(w) if i < 2 else cell.rjust(w))
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if column < 2 else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

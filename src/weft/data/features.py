@@ -31,7 +31,7 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
             "dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both"
         )
     # Check that the chat template writes the additional system messages.
-    dress = ConversationAdditions(
+    additions = ConversationAdditions(
         spec.system_prefix,
         spec.system_tags,
         spec.system_tag_length,
@@ -40,7 +40,7 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
     )
     user_message = {"role": "user", "content": "Hi"}
     system_messages = [{"role": "system", "content": MARK}]
-    if dress.prefix is not None and not _is_system_rendered(
+    if additions.prefix is not None and not _is_system_rendered(
         tokenizer, [*system_messages, user_message]
     ):
         raise ConfigError(
@@ -48,7 +48,7 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
             f"system message; name one that does "
             f"with {tokenizer.option}.chat_template=chatml"
         )
-    if dress.tags and not _is_system_rendered(
+    if additions.tags and not _is_system_rendered(
         tokenizer, [user_message, *system_messages, {"role": "assistant", "content": "Hello"}]
     ):
         raise ConfigError(
@@ -56,9 +56,9 @@ def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
             f"system message before a reply; "
             f"name one that does with {tokenizer.option}.chat_template=oasst_v25"
         )
-    if dress == replace(tokenizer.additions, dropout=dress.dropout):
+    if additions == replace(tokenizer.additions, dropout=additions.dropout):
         return tokenizer
-    return replace(tokenizer, additions=dress)
+    return replace(tokenizer, additions=additions)
 
 
 def check_type_options(spec: DatasetSpec, type: str) -> None:
@@ -93,7 +93,10 @@ def check_custom_options(spec: DatasetSpec, type: str, *, by_index: bool) -> Non
     These options are `system_prefix`, `system_tags` and, unless the dataset has random access
     (`by_index`), `sort_by_length`. `type` is the name of the dataset type.
     """
-    for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
+    names = ["system_prefix", "system_tags"]
+    if not by_index:
+        names.append("sort_by_length")
+    for name in names:
         if getattr(spec, name) != getattr(DatasetSpec(), name):
             raise ConfigError(
                 f"dataset.{name}: dataset type {type!r} makes its samples itself; leave it out"

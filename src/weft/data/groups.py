@@ -1,10 +1,9 @@
-"""Splitting and joining of groups and arrays, and their bytes.
-
-Tensors and plain values are serialized without pickle.
+"""Splitting, joining and serialization of groups and arrays.
 
 A group is a prompt with several completions. If it has too many tokens for a microbatch, it is
 split into parts with fewer completions each; this needs index arithmetic only. Operations on arrays
-return arrays of the same library as the input.
+return arrays of the same library as the input. Tensors and plain values are serialized without
+pickle.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from weft.errors import DataError
 Index = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared}
-# Metadata of a batch that one pass scores and nothing else reads: prefixes may be shared across ids
-# (batches that are also trained on share the same ones in both passes), and the last token of a
-# sequence is only a label, so it needs no position.
+# Name of the metadata that marks a batch as scored by a single pass and not trained on. In such a
+# pass, prefixes may be shared across ids (otherwise, scoring and training must share the same
+# prefixes), and the last token of a sequence needs no position, because it is only a label.
 SCORED_ONCE = "scored_once"
 
 
@@ -50,7 +49,6 @@ class GroupRearrangement:
     rows: list[int]
     index: Mapping[str, Index]
     counts: Mapping[str, Index]
-    # additional metadata of the new ids
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -302,17 +300,17 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
     tensors = {}
     position = 0
     for name, dtype, shape in header["tensors"]:
-        empty = torch.empty(shape, dtype=DTYPES[dtype])
-        size = empty.numel() * empty.element_size()
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        size = tensor.numel() * tensor.element_size()
         if position + size > len(body):
             raise DataError(
                 f"the bytes end within key {name!r}: there are {len(body)} of at least "
                 f"{position + size} bytes"
             )
         if size:
-            empty = torch.frombuffer(
+            tensor = torch.frombuffer(
                 bytearray(body[position : position + size]), dtype=DTYPES[dtype]
             ).reshape(shape)
-        tensors[name] = empty
+        tensors[name] = tensor
         position += size
     return tensors, header["values"]

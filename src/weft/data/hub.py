@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Return whether the hub's local cache has at least one of the given files of the model `name`."""
+    """Return whether the hub's local cache has at least one of `files` of the model `name`."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files
@@ -106,11 +106,11 @@ def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
     return answers[0]
 
 
-def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
+def _query_hub(option: str, value: str, name: str, kind: Kind, hint: str) -> None:
     """Raise an error unless the hub confirms that it has the model or dataset `name`.
 
-    `typed` is the name as the user wrote it. The timeout covers the DNS lookup, the connection and
-    the response.
+    `value` is the name as the user wrote it, the value of `option`. The timeout covers the DNS
+    lookup, the connection and the response.
     """
     api = huggingface_hub.HfApi()
     if kind == "model":
@@ -119,12 +119,12 @@ def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> Non
         info = api.dataset_info
     try:
         call_with_timeout(TIMEOUT_SECONDS, lambda: info(name, timeout=TIMEOUT_SECONDS))
-    # any error of the HTTP library: the hub did not confirm that it has `name`
+    # For any error of the HTTP library, the hub has not confirmed that it has `name`.
     except Exception as failed:
-        label = f"{option}={typed!r}" if option else typed
-        lacks = "directory" if kind == "model" else "file or directory"
+        label = f"{option}={value!r}" if option else value
+        local_kind = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
-            f"{label}: there is no such {lacks}, and "
+            f"{label}: there is no such {local_kind}, and "
             f"{_explain_failure(failed, kind)}{'; ' if hint else ''}{hint}"
         ) from failed
 
@@ -132,9 +132,13 @@ def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> Non
 def _explain_failure(failed: Exception, kind: Kind) -> str:
     """Describe in words why a query to the hub failed."""
     if isinstance(failed, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} prevents weft from asking the hub"
+        value = os.environ.get("HF_HUB_OFFLINE", "1")
+        return f"HF_HUB_OFFLINE={value} prevents weft from asking the hub"
     if isinstance(failed, GatedRepoError):
-        return f"access to this {kind} has to be requested: request it on its page of the hub, then run hf auth login"
+        return (
+            f"access to this {kind} has to be requested: request it on its page of the hub, then "
+            f"run hf auth login"
+        )
     if isinstance(failed, RepositoryNotFoundError):
         return f"the hub has no {kind} of this name (a private one needs hf auth login)"
     if isinstance(failed, HFValidationError):

@@ -33,10 +33,8 @@ from weft.data.tokenizing import Reporter, show_progress, skip_progress
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
 
-OMITTED_IF_UNSET = (
-    "path",
-    "overlong",
-)  # options that are passed to a dataset class only if they are set
+# options that are passed to a dataset class only if they are set
+OMITTED_IF_UNSET = ("path", "overlong")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class LoadedData:
     max_seqlen: int = 0
     parts: tuple[SourceSubset, ...] = ()
     background_tables: tuple[BackgroundTokenTable, ...] = ()
-    # (counts, limits in words) of the tables in `background_tables` that `take_new_notes` has not reported yet.
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_max_seqlen(self, check: Callable[[int], None]) -> None:
@@ -120,16 +117,16 @@ def load_data(
     *,
     seed: int,
     progress: Reporter | bool | None = None,
-    most: int | None = None,
+    max_samples: int | None = None,
     ahead: bool = False,
 ) -> LoadedData:
     """Read, tokenize and mix the training and validation rows of a run.
 
     `dataset_type` is the experiment's default type. It is used unless `dataset.type` or a source's
     `type` is set, or a file contains Open-Assistant trees. If `progress` is False, no progress is
-    shown. `most` limits the number of samples read from each source. `ahead` allows large files to
-    be tokenized during training. Raises `ConfigError` for options that contradict each other or the
-    dataset type, and `DataError` with a report on every invalid row.
+    shown. `max_samples` limits the number of samples read from each source. `ahead` allows large
+    files to be tokenized during training. Raises `ConfigError` for options that contradict each
+    other or the dataset type, and `DataError` with a report on every invalid row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show_progress
@@ -148,7 +145,7 @@ def load_data(
         spec.num_workers,
         reporter,
         random_window=spec.random_window,
-        most=most,
+        max_samples=max_samples,
         ahead=ahead
         and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
     )
@@ -157,10 +154,10 @@ def load_data(
     named, named_notes = reader.prepare_named(assign_unique_names(resolve_sources(spec)))
     built = [reader.read_source(source, name, several=len(named) > 1) for source, name in named]
     valid = {data.valid.name: data.valid for data in built if data.valid is not None}
-    drawn = count_per_epoch([data.share for data in built])
+    per_epoch = count_per_epoch([data.share for data in built])
     counts = [
-        replace(count, per_epoch=n if count.train else 0)
-        for data, n in zip(built, drawn, strict=True)
+        replace(count, per_epoch=number if count.train else 0)
+        for data, number in zip(built, per_epoch, strict=True)
         for count in data.counts
     ]
     if spec.valid_path is not None:
@@ -310,10 +307,10 @@ class SourceReader:
                     share = self.spec.valid_split
                 else:
                     share = source.valid_split
-                elsewhere = self.spec.valid_path is not None
-                split = ValidationSplit(
-                    0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
-                )
+                if self.spec.valid_path is not None:
+                    split = ValidationSplit(0.0, own=False)
+                else:
+                    split = ValidationSplit(share, own=source.valid_split != 0)
                 mode = find_mode(self.type)
                 cache = find_cache_root(self.spec.cache_dir)
                 prepared = prepare(source, mode, cache, split, self.spec.named_file)
@@ -349,7 +346,7 @@ class SourceReader:
             raise DataError(f"{name}: the dataset is empty")
         train, valid = self._split_samples(source, name, dataset, share)
         train = replace(train, prefix=several)
-        drawn = SourceShare(name, len(train), source.fraction, source.size, source.weight)
+        epoch_share = SourceShare(name, len(train), source.fraction, source.size, source.weight)
         counts = [
             SourceCount(name, type, len(train), len(valid or ()), len(train), *_find_table(dataset))
         ]
@@ -360,12 +357,11 @@ class SourceReader:
             )
             counts.append(count)
         if valid is not None and source.max_valid is not None and len(valid) > source.max_valid:
-            drawn_ones = make_generator(self.util.seed, f"max_valid|{name}", 0).permutation(
-                len(valid)
-            )[: source.max_valid]
-            valid = replace(valid, indices=valid.indices[np.sort(drawn_ones)])
+            draw = make_generator(self.util.seed, f"max_valid|{name}", 0)
+            chosen = np.sort(draw.permutation(len(valid))[: source.max_valid])
+            valid = replace(valid, indices=valid.indices[chosen])
             counts[-1] = replace(counts[-1], evaluation=len(valid))
-        return SourceData(drawn, train, tuple(counts), valid)
+        return SourceData(epoch_share, train, tuple(counts), valid)
 
     def _split_samples(
         self, source: SourceSpec, name: str, dataset: MapDataset, share: float
@@ -385,9 +381,9 @@ class SourceReader:
         if has_own_limit:
             keys += _list_hold_out_keys(evaluated)
         is_held_out = hold_out(keys, share)
-        of_valid = is_held_out[len(dataset) :] if has_own_limit else is_held_out
-        if of_valid.any():
-            valid = SourceSubset(name, evaluated, np.flatnonzero(of_valid))
+        is_evaluated = is_held_out[len(dataset) :] if has_own_limit else is_held_out
+        if is_evaluated.any():
+            valid = SourceSubset(name, evaluated, np.flatnonzero(is_evaluated))
         else:
             valid = None
         return SourceSubset(name, dataset, np.flatnonzero(~is_held_out[: len(dataset)])), valid
@@ -548,9 +544,8 @@ def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec,
             )
             names[index] = f"{names[index]}-{before + 1}" if before else names[index]
         elif names.count(names[index]) > 1 and source.name is None:
-            names[index] = (
-                f"{Path(source.path).expanduser().absolute().parent.name}-{_derive_name(source.path)}"
-            )
+            folder = Path(source.path).expanduser().absolute().parent.name
+            names[index] = f"{folder}-{_derive_name(source.path)}"
     for name in names:
         if names.count(name) > 1 or "/" in name:
             raise ConfigError(

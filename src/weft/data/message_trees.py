@@ -112,8 +112,8 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
             yield {**row, "prompt": _nest_replies(row["prompt"])}
         else:
             raise BadRow(
-                "is not a tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
-                "(thread_id, messages); "
+                "is not a tree (message_tree_id, prompt), message (message_id, parent_id) or "
+                "thread (thread_id, messages); "
                 f"it has: {', '.join(map(repr, row))}"
             )
     yield from _build_trees(loose)
@@ -165,12 +165,9 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
     """
 
     def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
-        mine = {}
-        for key, value in node.items():
-            if key != "replies":
-                mine[key] = value
+        fields = {key: value for key, value in node.items() if key != "replies"}
         yield {
-            **mine,
+            **fields,
             "parent_id": parent,
             "message_tree_id": tree["message_tree_id"],
             "tree_state": tree.get("tree_state"),

@@ -41,10 +41,10 @@ REASONING_KEYS = (REASONING, "reasoning", "thinking")
 # Keys of language and labels of a reply.
 FACTS = ("lang", "quality", "humor", "creativity")
 CONTEXT = "context"
-KEPT = ("name", "tool_call_id", *FACTS, CONTEXT)
+COPIED_KEYS = ("name", "tool_call_id", *FACTS, CONTEXT)
 WEIGHTS = ("train", "weight", "loss_weight")  # keys that state whether a turn is trained
 SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-READ = frozenset(
+READ_KEYS = frozenset(
     {
         "role",
         "from",
@@ -53,12 +53,12 @@ READ = frozenset(
         "tool_calls",
         "function_call",
         *REASONING_KEYS,
-        *KEPT,
+        *COPIED_KEYS,
         *WEIGHTS,
     }
 )
-READ_OF_CALLS = frozenset({"id", "type", "function", "name", "arguments"})
-READ_OF_PARTS = frozenset({"type", "text", "value", "content"})
+READ_KEYS_OF_CALLS = frozenset({"id", "type", "function", "name", "arguments"})
+READ_KEYS_OF_PARTS = frozenset({"type", "text", "value", "content"})
 
 _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
@@ -182,12 +182,12 @@ def _normalize_message(message: Any, number: int) -> Message:
         normalized["tool_calls"] = [_normalize_call(call, number) for call in calls]
     if thoughts:
         normalized[REASONING] = _read_reasoning(thoughts, number)
-    for key in KEPT:
+    for key in COPIED_KEYS:
         if message.get(key) is not None:
             normalized[key] = message[key]
     if not _is_trained(message, role, number):
         normalized["train"] = False
-    _note_unread(message, READ, "messages[].")
+    _note_unread(message, READ_KEYS, "messages[].")
     return normalized
 
 
@@ -282,9 +282,10 @@ def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]
             calls += _read_calls(_parse_json(value, f"message {number}: {kind}"))
         else:
             raise DataError(
-                f"message {number}: a content part of type {kind!r} is not text; weft trains on text"
+                f"message {number}: a content part of type {kind!r} is not text; weft trains on "
+                f"text"
             )
-        _note_unread(part, READ_OF_PARTS | {kind}, "messages[].content[].")
+        _note_unread(part, READ_KEYS_OF_PARTS | {kind}, "messages[].content[].")
     return "".join(text), "".join(reasoning), calls
 
 
@@ -308,9 +309,9 @@ def _normalize_call(call: Any, number: int) -> dict[str, Any]:
         arguments = _parse_json(
             arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}"
         )
-    _note_unread(call, READ_OF_CALLS, "messages[].tool_calls[].")
+    _note_unread(call, READ_KEYS_OF_CALLS, "messages[].tool_calls[].")
     if inner is not call:
-        _note_unread(inner, READ_OF_CALLS, "messages[].tool_calls[].function.")
+        _note_unread(inner, READ_KEYS_OF_CALLS, "messages[].tool_calls[].function.")
     extra = {"id": call["id"]} if call.get("id") is not None else {}
     return {
         **extra,

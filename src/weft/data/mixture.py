@@ -140,11 +140,11 @@ def pair_short(
     Returns (order of the samples, boundaries). In the new order, the samples from boundary i up to,
     but not including, boundary i + 1 are a pair or a single sample.
     """
-    drawn = (draw.random(len(costs)) < probability) & (costs < below)
+    is_selected = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []
     waiting: list[int] = []
-    for place, short in enumerate(drawn.tolist()):
-        if not short:
+    for place, selected in enumerate(is_selected.tolist()):
+        if not selected:
             units.append([place])
         elif waiting:
             units.append([waiting.pop(), place])

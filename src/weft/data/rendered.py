@@ -14,13 +14,14 @@ from weft.errors import DataError
 Render = Callable[[Sequence[Message], Any, bool], str]
 Lost = list[tuple[int, str]]  # (index of a message, its field), or (-1, "tools")
 
-REPLY = "weft-looks-for-this-reply"  # probe text that a template either writes or omits
+REPLY = "weft-looks-for-this-reply"  # probe text that a template either renders or omits
 PLAIN: Sequence[Message] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": REPLY},
 )
 END_OF_THOUGHT = "</think>"
-SYSTEM = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
+# Field name in `Lost` for a content of which only a part is missing.
 IN_PART = "content in part"
 
 
@@ -37,12 +38,12 @@ def find_reasoning_key(template: str) -> str:
 def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
     """Return copies of the messages, with reasoning moved to the key that the template expects."""
     key = find_reasoning_key(template)
-    reasoning_key: list[Message] = []
-    for m in messages:
-        reasoning_key.append(
-            {key if name == REASONING else name: value for name, value in m.items()}
+    renamed: list[Message] = []
+    for message in messages:
+        renamed.append(
+            {key if name == REASONING else name: value for name, value in message.items()}
         )
-    return reasoning_key
+    return renamed
 
 
 def find_text_around_reply(render: Render) -> tuple[str, str]:
@@ -212,7 +213,7 @@ def check_lost_fields(
         role = message["role"]
         if IN_PART in fields:
             lost_parts.add(f"messages[] of the {role}, a part of content")
-        elif fields and role in SYSTEM:
+        elif fields and role in SYSTEM_ROLES:
             lost_parts.add(f"messages[] of the {role}")
         elif fields and (role != "assistant" or _is_needed(message, fields)):
             raise build_not_rendered_error(
@@ -262,27 +263,23 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
 
 def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
     """Replace each text of a message by a unique mark, and return (changed copy, marks by path)."""
-    words = []
-    for key in ("content", REASONING):
-        if str(message.get(key) or "").strip():
-            words.append(key)
-    marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
+    keys = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
+    marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in keys}
     marked = {**message, **marks}
     marked_calls = []
     for number, call in enumerate(message.get("tool_calls") or ()):
-        path = f"tool_calls[{number}]"
         mark = f"weft{index}call{number}"
-        marks[path] = f"{mark}weft"
-        changed = {
-            path: f"{mark}part{n}weft"
-            for n, (path, _) in enumerate(iterate_arguments(call, number))
-        }
-        marks |= changed
-        values = iter(changed.values())
+        marks[f"tool_calls[{number}]"] = f"{mark}weft"
+        argument_marks = {}
+        for argument_index, (path, _) in enumerate(iterate_arguments(call, number)):
+            argument_marks[path] = f"{mark}part{argument_index}weft"
+        marks |= argument_marks
         function = {
             **call["function"],
             "name": f"{mark}weft",
-            "arguments": _replace_leaves(call["function"]["arguments"], values),
+            "arguments": _replace_leaves(
+                call["function"]["arguments"], iter(argument_marks.values())
+            ),
         }
         marked_calls.append({**call, "function": function})
     return ({**marked, "tool_calls": marked_calls} if marked_calls else marked), marks

@@ -1,8 +1,8 @@
-"""Rows of JSONL files read one after the other, without holding a file, and from any position.
+"""Sequential reading of the rows of JSONL files, in blocks and from any position.
 
 The files are on this machine, in a bucket (`gs://B/x.jsonl`) or on the hub (`owner/name[:folder]`).
-A position is a file and a byte offset in it, so a recovery point continues at the same row without
-reading the rows before.
+A position is a file and a byte offset in it. After a restart, reading continues at the saved
+position, without reading the earlier rows again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.reading import explain_read_errors, iterate_files
 from weft.storage.buckets import BucketFolder, explain_store_errors, is_remote
 
 SUFFIXES = (".jsonl", ".ndjson")
-BLOCK_BYTES = 1 << 20  # bytes that are read at once
-LONGEST_BYTES = 1 << 28  # longest line
+BLOCK_BYTES = 1 << 20  # number of bytes read at once
+MAX_LINE_BYTES = 1 << 28  # maximum length of a line
 CHECKED_BYTES = 1 << 10  # bytes before a position that must be unchanged when it is restored
 
 
@@ -28,10 +28,10 @@ class StreamPosition:
     """Position in a stream of rows.
 
     Attributes:
-        file: Number of the file, in the order of their names.
-        offset: Number of bytes of this file that were read.
-        line: Number of lines of this file that were read.
-        rounds: Number of times that all files were read.
+        file: Index of the current file, with files sorted by name.
+        offset: Number of bytes read from this file.
+        line: Number of lines read from this file.
+        rounds: Number of completed passes over all files.
     """
 
     file: int = 0
@@ -41,7 +41,7 @@ class StreamPosition:
 
 
 class RowStream:
-    """Endless stream of the rows of JSONL files, which begins again after the last one.
+    """Endless stream of the rows of JSONL files. After the last row, the first one follows.
 
     `path` is a file or folder on this machine or in a bucket, or the name of a hub dataset. Raises
     `DataError` if there are no JSONL files.
@@ -54,19 +54,19 @@ class RowStream:
             self._bucket = BucketFolder.open(path, path, DataError)
         elif not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
             self._bucket = _open_hub(path)
-        self._sizes: dict[str, int] = {}  # of files that are not on this machine
+        self._sizes: dict[str, int] = {}  # size in bytes of each file in a bucket
         self._names = self._list_names()
         self._block = b""  # bytes that were read in advance
-        self._block_at = (0, 0)  # file and offset of the first of them
+        self._block_start = (0, 0)  # file index and offset of the first byte in `_block`
         self.position = StreamPosition()
 
     def read_next(self) -> tuple[str, Any]:
-        """Return (location, row) of the next row, and advance behind it.
+        """Return (location, row) of the next row, and advance past it.
 
-        A line that is not JSON gives an `UnreadableRow`. Blank lines are skipped. Raises
+        For a line that is not JSON, the row is an `UnreadableRow`. Blank lines are skipped. Raises
         `DataError` if a file cannot be read, or if no file has a row.
         """
-        begin = self.position
+        first_position = self.position
         while True:
             position = self.position
             line, length = self._read_line(position)
@@ -75,7 +75,7 @@ class RowStream:
                 if following.file == len(self._names):
                     following = StreamPosition(rounds=position.rounds + 1)
                 self.position = following
-                if position.rounds > begin.rounds and position.file >= begin.file:
+                if position.rounds > first_position.rounds and position.file >= first_position.file:
                     raise DataError(f"{self.path}: the files have no rows")
                 continue
             self.position = StreamPosition(
@@ -90,7 +90,7 @@ class RowStream:
                 return place, parse_line(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with a hash of the bytes before it, as JSON values."""
+        """Return the position and a hash of the bytes before it, as JSON values."""
         position = self.position
         values = {
             "file": position.file,
@@ -117,12 +117,14 @@ class RowStream:
     # -- files
 
     def _read_line(self, position: StreamPosition) -> tuple[bytes, int]:
-        """Return the line at a position, and its number of bytes, which is 0 at the end of a file."""
-        file, start = self._block_at
+        """Return (line, number of bytes) at a position; the number is 0 at the end of a file."""
+        # Use the bytes that were read in advance, if they include the position.
+        file, start = self._block_start
         skipped = position.offset - start
         content = b""
         if file == position.file and 0 <= skipped <= len(self._block):
             content = self._block[skipped:]
+        # Read blocks until the end of the line.
         searched = 0
         while (end := content.find(b"\n", searched)) < 0:
             searched = len(content)
@@ -131,20 +133,20 @@ class RowStream:
             if not block:
                 end = len(content) - 1
                 break
-            if len(content) > LONGEST_BYTES:
+            if len(content) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{self._get_label(position.file)}:{position.line + 1}: has more than "
-                    f"{LONGEST_BYTES:,} bytes"
+                    f"{MAX_LINE_BYTES:,} bytes"
                 )
         self._block = content
-        self._block_at = (position.file, position.offset)
+        self._block_start = (position.file, position.offset)
         return content[: end + 1], end + 1
 
     def _hash_before(self, position: StreamPosition) -> str:
         start = max(0, position.offset - CHECKED_BYTES)
-        before = (
-            self._read(position.file, start, position.offset - start) if position.offset else b""
-        )
+        before = b""
+        if position.offset:
+            before = self._read(position.file, start, position.offset - start)
         return hashlib.blake2b(before, digest_size=16).hexdigest()
 
     def _read(self, file: int, start: int, count: int) -> bytes:
@@ -173,7 +175,8 @@ class RowStream:
             names = [str(file) for file in files if file.is_file() and file.name.endswith(SUFFIXES)]
         if not names:
             raise DataError(
-                f"{self.path}: there are no files {' or '.join(SUFFIXES)} there, which a stream reads"
+                f"{self.path}: there are no files {' or '.join(SUFFIXES)} there, which a stream "
+                f"reads"
             )
         return names
 
@@ -185,7 +188,7 @@ class RowStream:
 
 
 def _open_hub(path: str) -> BucketFolder:
-    """Return the files of a hub dataset, `owner/name` or `owner/name:folder`."""
+    """Return the folder of a hub dataset, given as `owner/name` or `owner/name:folder`."""
     from huggingface_hub import HfFileSystem
 
     name, _, folder = path.partition(":")

@@ -55,7 +55,7 @@ class RowTooLong(BadRow):
     """Raised if a row exceeds a length limit.
 
     Attributes:
-        what: the part that is too long: "prompt" or "row"
+        part: the part that is too long: "prompt" or "row"
         tokens: number of tokens of this part
         option: option that sets the limit
         limit: maximum number of tokens
@@ -63,18 +63,21 @@ class RowTooLong(BadRow):
     """
 
     def __init__(
-        self, what: str, tokens: int, option: str, limit: int, uncounted: bool = False
+        self, part: str, tokens: int, option: str, limit: int, uncounted: bool = False
     ) -> None:
-        super().__init__(what, tokens, option, limit, uncounted)
-        self.what = what
+        super().__init__(part, tokens, option, limit, uncounted)
+        self.part = part
         self.tokens = tokens
         self.option = option
         self.limit = limit
         self.uncounted = uncounted
 
     def __str__(self) -> str:
-        least = "at least " if self.uncounted else ""
-        return f"the {self.what} has {least}{self.tokens:,} tokens, more than {self.option}={self.limit}"
+        bound = "at least " if self.uncounted else ""
+        return (
+            f"the {self.part} has {bound}{self.tokens:,} tokens, more than "
+            f"{self.option}={self.limit}"
+        )
 
 
 class TrackedRow(Mapping[str, Any]):

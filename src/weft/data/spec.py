@@ -240,7 +240,8 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
         return SourceSpec.parse({"named": entry}, where)
     if not isinstance(entry, Mapping) or len(entry) != 1:
         if entry:
-            names = f"; one entry is one dataset, and this one has the keys {', '.join(map(str, entry))}"
+            keys = ", ".join(map(str, entry))
+            names = f"; one entry is one dataset, and this one has the keys {keys}"
         else:
             names = ""
         raise ConfigError(
@@ -271,7 +272,7 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def find_named_problem(value: Any) -> str | None:
-    """Return a description of the problem with a value of `dataset.named`, or None if it is valid."""
+    """Return a description of the problem with a value of `dataset.named`, or None if valid."""
     try:
         parse_named(value)
     except ConfigError as error:
@@ -292,9 +293,7 @@ def find_columns_problem(value: Any) -> str | None:
 
 
 def find_sources_problem(value: Any) -> str | None:
-    """Return a description of the problem with a value of `dataset.sources`, or None if it is
-    valid.
-    """
+    """Return a description of the problem with a value of `dataset.sources`, or None if valid."""
     try:
         parse_sources(value)
     except ConfigError as error:

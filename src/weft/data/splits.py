@@ -20,9 +20,9 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
     longest = int(np.max(np.asarray(costs), initial=0))
     if longest > budget:
         raise ConfigError(
-            f"{field}={budget}: a batch must have room for the longest sequence, which has {longest} "
-            f"tokens; "
-            f"set {field} to {longest} or more, or shorten the rows with dataset.max_seqlen"
+            f"{field}={budget}: a batch must have room for the longest sequence, which has "
+            f"{longest} tokens; set {field} to {longest} or more, or shorten the rows with "
+            f"dataset.max_seqlen"
         )
 
 
@@ -45,9 +45,9 @@ def split_evenly(costs: Costs, parts: int) -> list[int]:
     earliest = _find_earliest_bounds(sums, parts, largest)
     for index in range(1, parts):
         start = bounds[-1]
-        reach = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
+        latest = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
         low = max(earliest[index], start + 1)
-        high = min(reach, count - (parts - index))
+        high = min(latest, count - (parts - index))
         ideal = sums[-1] * index / parts
         bound = int(np.searchsorted(sums, ideal))
         if bound > 0 and bound <= count and ideal - sums[bound - 1] <= sums[bound] - ideal:

@@ -17,10 +17,11 @@ from tokenizers import decoders, models, normalizers
 
 from weft.errors import DataError
 
+# values of the enum SentencePiece.Type
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
-BYTE = 6  # values of the enum SentencePiece.Type
+BYTE = 6
 SPACE = "▁"
 
 
@@ -144,21 +145,21 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    undo: list[decoders.Decoder] = [
+    decoding_steps: list[decoders.Decoder] = [
         decoders.Replace(SPACE, " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
     if model.add_dummy_prefix:
-        undo.append(decoders.Strip(" ", 1, 0))
-    core.decoder = decoders.Sequence(undo)
+        decoding_steps.append(decoders.Strip(" ", 1, 0))
+    core.decoder = decoders.Sequence(decoding_steps)
     # Register pieces that are never split.
-    for kind in (CONTROL, USER_DEFINED):
+    for added_kind in (CONTROL, USER_DEFINED):
         added_tokens = []
-        for p, _, k in model.pieces:
-            if k == kind:
+        for piece, _, kind in model.pieces:
+            if kind == added_kind:
                 added_tokens.append(
-                    tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)
+                    tokenizers.AddedToken(piece, normalized=False, special=kind == CONTROL)
                 )
         core.add_tokens(added_tokens)
     return core

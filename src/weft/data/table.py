@@ -124,16 +124,16 @@ class TokenTable:
 
     def get_encoded(self, index: int) -> EncodedSample:
         """Convert the sample at `index` back to the `EncodedSample` that it was made from."""
-        one = self.sample.at([index])
+        sample = self.sample.at([index])
 
         def split_lists(key: str) -> list[Any]:
-            if key in one.keys:
-                return [part.tolist() for part in one.sequences(key)]
+            if key in sample.keys:
+                return [part.tolist() for part in sample.sequences(key)]
             return []
 
         token_keys = ("prompt", "completion", "loss_mask")
-        values = {key: one.data[key].tolist() for key in one.keys if key not in token_keys}
-        metadata = {name: value[0] for name, value in one.metadata.items()}
+        values = {key: sample.data[key].tolist() for key in sample.keys if key not in token_keys}
+        metadata = {name: value[0] for name, value in sample.metadata.items()}
         return EncodedSample(
             split_lists("prompt")[0],
             split_lists("completion"),

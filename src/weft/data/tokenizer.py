@@ -44,31 +44,26 @@ class Tokenizer:
     Attributes:
         hf: underlying `transformers` tokenizer
         add_bos: whether `encode` adds BOS by default
-        chat_bos: whether BOS is added to conversations whose chat template writes none
+        chat_bos: whether BOS is added to conversations whose chat template writes none, as set by
+            the option `add_bos_token`
         model_stops: ids that end a completion according to the model's configuration
-        added_from: first id that the option `add_tokens` added, or None
+        added_from: first id that the option `add_tokens` added, or None if it added none
         option: prefix of this tokenizer's options in error messages, such as "tokenizer"
         additions: system texts that are added to conversations for training
         draw: random generator for choices made during tokenization (see `with_draw`), or None
-        most_tokens: maximum number of tokens of a text, or None; for a longer text,
+        max_tokens: maximum number of tokens of a text, or None; for a longer text,
             `encode` can raise `RowTooLong`
     """
 
     hf: PreTrainedTokenizerBase
-    add_bos: bool = False  # whether `encode` begins with BOS
-    # Whether BOS is added to conversations whose template writes none (add_bos_token=true).
+    add_bos: bool = False
     chat_bos: bool = False
-    model_stops: tuple[int, ...] = ()  # ids that end a completion, from the model's configuration
-    added_from: int | None = None  # first id added by `add_tokens`; None if none was added
-    option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
-    additions: ConversationAdditions = (
-        NO_ADDITIONS  # additions to the conversations that are trained on
-    )
-    draw: np.random.Generator | None = (
-        None  # random numbers for `additions`; None: nothing is random
-    )
-    # A text that certainly has more tokens is not tokenized: `RowTooLong` is raised.
-    most_tokens: int | None = None
+    model_stops: tuple[int, ...] = ()
+    added_from: int | None = None
+    option: str = "tokenizer"
+    additions: ConversationAdditions = NO_ADDITIONS
+    draw: np.random.Generator | None = None
+    max_tokens: int | None = None
 
     @classmethod
     def load(
@@ -116,7 +111,7 @@ class Tokenizer:
         `bos` determines whether the ids begin with BOS; None means the tokenizer's default. BOS is
         never added twice.
         """
-        ids = list(tokenizer_files.encode_text(self.hf, text, self.most_tokens)["input_ids"])
+        ids = list(tokenizer_files.encode_text(self.hf, text, self.max_tokens)["input_ids"])
         if (
             (self.add_bos if bos is None else bos)
             and self.bos_id is not None
@@ -159,7 +154,7 @@ class Tokenizer:
         if not self.hf.is_fast:
             return None
         encoding = tokenizer_files.encode_text(
-            self.hf, text, self.most_tokens, return_offsets_mapping=True
+            self.hf, text, self.max_tokens, return_offsets_mapping=True
         )
         return list(encoding["input_ids"]), [
             (int(a), int(b)) for a, b in encoding["offset_mapping"]
@@ -229,12 +224,12 @@ class Tokenizer:
         is then the system text `additions.prefix`.
         """
         self.check_template()
-        talk = normalize_messages(messages)
+        conversation = normalize_messages(messages)
         if not add_generation_prompt:
-            talk = self.additions.apply(talk, self.draw)
+            conversation = self.additions.apply(conversation, self.draw)
         elif self.additions.prefix is not None:
-            talk = prepend_prefix(talk, self.additions.prefix)
-        return self.render(talk, normalize_tools(tools), add_generation_prompt)
+            conversation = prepend_prefix(conversation, self.additions.prefix)
+        return self.render(conversation, normalize_tools(tools), add_generation_prompt)
 
     def bound_tokens(self, text: str) -> int | None:
         """Return an upper bound on the number of tokens of a text, without tokenizing the text.
@@ -243,7 +238,8 @@ class Tokenizer:
         """
         if self._tokens_per_byte is None:
             return None
-        return tokenizer_files.bound_tokens(text, *self._tokens_per_byte)
+        per_ascii_byte, per_other_byte = self._tokens_per_byte
+        return len(text.encode()) * (per_ascii_byte if text.isascii() else per_other_byte)
 
     @cached_property
     def _tokens_per_byte(self) -> tuple[int, int] | None:
@@ -274,13 +270,15 @@ class Tokenizer:
         Returns (token ids, names of the message parts that no token represents). Raises `DataError`
         if the template omits essential parts (see `weft.data.rendered`).
         """
-        talk = normalize_messages(messages)
+        conversation = normalize_messages(messages)
         schemas = normalize_tools(tools)
         if self.additions.prefix is not None:
-            talk = prepend_prefix(talk, self.additions.prefix)
-        ids = self.encode_chat(talk, schemas, add_generation_prompt=True)
+            conversation = prepend_prefix(conversation, self.additions.prefix)
+        ids = self.encode_chat(conversation, schemas, add_generation_prompt=True)
         return ids, rendered.check_lost_fields(
-            rendered.find_lost_fields(self.render, talk, schemas, prompt=True), talk, self.name
+            rendered.find_lost_fields(self.render, conversation, schemas, prompt=True),
+            conversation,
+            self.name,
         )
 
     def mask_chat(
@@ -431,8 +429,8 @@ class Tokenizer:
         This includes the vocabulary, merges, special tokens, templates, BOS settings, and the
         system texts that are added to conversations.
         """
-        dress = [] if self.additions == NO_ADDITIONS else [asdict(self.additions)]
-        return tokenizer_files.compute_fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
+        additions = [] if self.additions == NO_ADDITIONS else [asdict(self.additions)]
+        return tokenizer_files.compute_fingerprint(self.hf, self.add_bos, self.chat_bos, *additions)
 
     def require_eos(self) -> int:
         """Return the id of EOS. Raises `UserError` if the tokenizer has no EOS."""
@@ -496,15 +494,15 @@ class StreamDecoder:
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add token ids and return the new text, up to the last complete character."""
-        given = ""
+        new_text = ""
         for id in ids:
             self._ids.append(id)
             before, now = self._decode_texts()
             if len(now) > len(before) and not now.endswith("\ufffd"):
-                given += now[len(before) :]
+                new_text += now[len(before) :]
                 self._start = self._num_returned
                 self._num_returned = len(self._ids)
-        return given
+        return new_text
 
     def flush(self) -> str:
         """Return the remaining text. An incomplete character becomes U+FFFD."""

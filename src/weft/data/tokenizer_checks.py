@@ -30,8 +30,8 @@ from weft.reading import describe_cause, read_text
 
 GREETING_SECONDS = 5.0  # time limit for rendering a greeting
 CONVERSATION_SECONDS = 10.0  # time limit for rendering any other conversation
-TICK = 0.05  # interval in seconds at which a `TimeLimitThread` checks its entries
-IDLE = 1.0  # seconds without entries after which its thread ends
+CHECK_SECONDS = 0.05  # interval at which a `TimeLimitThread` checks its entries
+IDLE_SECONDS = 1.0  # time without entries after which a `TimeLimitThread` ends
 MAX_CHARACTERS = 1_000_000  # maximum length of a rendered greeting, and of a repeated constant
 MAX_EXPONENT = 64
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transformers adds to jinja
@@ -56,7 +56,7 @@ def find_template_problem(template: str) -> str | None:
         if problem is not None:
             return problem
         with limit_time(GREETING_SECONDS):
-            written: Any = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [[{"role": "user", "content": "Hi"}]], chat_template=template
             )
     except jinja2.TemplateSyntaxError as error:
@@ -73,8 +73,9 @@ def find_template_problem(template: str) -> str | None:
         NameError,
     ):
         return None  # the template compiles; whether it suits the real messages is checked later
-    if len(written[0][0]) > MAX_CHARACTERS:
-        return f"renders a greeting as {len(written[0][0]):,} characters"
+    num_characters = len(rendered[0][0])
+    if num_characters > MAX_CHARACTERS:
+        return f"renders a greeting as {num_characters:,} characters"
     return None
 
 
@@ -155,7 +156,7 @@ class TimeLimitThread:
     def _run(self) -> None:
         idle_since = time.monotonic()
         while True:
-            time.sleep(TICK)
+            time.sleep(CHECK_SECONDS)
             with self._lock:
                 now = time.monotonic()
                 for entry, (thread, until) in list(self._entries.items()):
@@ -166,7 +167,7 @@ class TimeLimitThread:
                             ctypes.c_ulong(thread), exception
                         )
                 idle_since = now if self._entries else idle_since
-                if now - idle_since > IDLE:
+                if now - idle_since > IDLE_SECONDS:
                     self._thread = None
                     return
 
@@ -183,35 +184,34 @@ def limit_time(seconds: float) -> Iterator[None]:
     The error is raised in the calling thread, between two bytecode instructions, so it cannot
     interrupt a C function.
     """
-    watch = _get_thread()
-    entry = watch.begin(seconds)
+    thread = _get_thread()
+    entry = thread.begin(seconds)
     try:
         yield
     except TimeLimitExceeded:
         raise TimeLimitExceeded(f"does not end within {seconds:g} s") from None
     finally:
-        watch.end(entry)
+        thread.end(entry)
 
 
 MAX_GROWTH = 100  # maximum growth factor of a text; known tokenizers reach about 20
 MAX_PREPENDED = 1000  # maximum number of characters that a normalizer may prepend
-# Maximum growth factor by kind: bytes are written as two-byte letters; a character map such as
-# NFKC can replace one character by many.
+# Maximum growth factor by kind of step. ByteLevel writes each byte as a letter of two bytes, and a
+# character map such as NFKC can replace one character by many.
 GROWTH = {"ByteLevel": 2.0, "Precompiled": 20.0}
 PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
-def check_growth(file: Path, what: str) -> None:
+def check_growth(file: Path, label: str) -> None:
     """Raise `UserError` if a tokenizer.json can make a text more than `MAX_GROWTH` times longer.
 
-    The limit applies to its normalizer and to its decoder. `what` is the beginning of the error
-    message.
+    The limit applies to its normalizer and to its decoder. The error message begins with `label`.
     """
-    for part, values in _parse_components(read_text(file, what)):
-        grown = compute_growth(values)
-        if grown > MAX_GROWTH:
+    for part, values in _parse_components(read_text(file, label)):
+        growth = compute_growth(values)
+        if growth > MAX_GROWTH:
             raise UserError(
-                f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most "
+                f"{label}: its {part} makes a text up to {growth:.3g} times longer, and at most "
                 f"{MAX_GROWTH} are allowed; use "
                 "another tokenizer"
             )

@@ -61,9 +61,8 @@ BOUNDED_STEPS = frozenset(
     )
 )
 BLANK = "\u2581"  # sentencepiece's character for a space
-MAX_UNCHECKED_CHARACTERS = (
-    200_000  # texts of at most so many characters are tokenized whatever the limits
-)
+# `encode_text` tokenizes texts of at most this many characters regardless of the limit on tokens.
+MAX_UNCHECKED_CHARACTERS = 200_000
 
 
 def read_stop_ids(path: str) -> tuple[int, ...]:
@@ -74,8 +73,8 @@ def read_stop_ids(path: str) -> tuple[int, ...]:
     """
     stop_ids: list[int] = []
     for name in STOP_ID_FILES:
-        stated = read_model_values(path, name).get("eos_token_id")
-        for id in stated if isinstance(stated, list) else [stated]:
+        value = read_model_values(path, name).get("eos_token_id")
+        for id in value if isinstance(value, list) else [value]:
             if isinstance(id, int):
                 stop_ids.append(id)
     return tuple(dict.fromkeys(stop_ids))
@@ -161,9 +160,8 @@ def read_tokenizer(
                     source, config=own_config, trust_remote_code=trust_remote_code
                 )
             )
-        except (
-            StrictDataclassError
-        ) as wrong:  # an invalid value in config.json, read to find the tokenizer's class
+        except StrictDataclassError as wrong:
+            # `AutoTokenizer` reads config.json, too, to find the tokenizer's class.
             raise UserError(f"{path_label}/config.json: {describe_cause(wrong)}") from wrong
         hf.name_or_path = path
         return hf
@@ -186,7 +184,7 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
         or not isinstance(tokenizer.get("tokenizer_class"), str)
     ):
         return None
-    # A tokenizer does not depend on it, and transformers warns of this name, also for null.
+    # transformers warns of this key, even if it is null. It does not affect the tokenizer.
     model.pop("rope_scaling", None)
     return PreTrainedConfig.from_dict(model, name_or_path=source)
 
@@ -268,8 +266,8 @@ def _build_tokenizer(
         special_tokens=True,
     )
     hf.chat_template = config.get("chat_template")
-    habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
-    set_add_bos(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
+    class_default = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
+    set_add_bos(hf, bool(config.get("add_bos_token", class_default)) and hf.bos_token is not None)
     return hf
 
 
@@ -293,8 +291,8 @@ def override_token(
         close = find_nearest(token, [other for other in vocab if other.startswith(token[:1])])
         hint = f"near it: {', '.join(close)}" if close else "name a token that it has"
         raise ConfigError(
-            f"{format_option(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} "
-            f"tokens); {hint}"
+            f"{format_option(option, name)}={token!r} is not in the vocabulary of {path} "
+            f"({len(vocab)} tokens); {hint}"
         )
     hf.add_special_tokens({name: token})
 
@@ -345,18 +343,18 @@ def apply_spec(
 
 
 def encode_text(
-    hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
+    hf: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
     Raises `DataError` if the text cannot be encoded. Raises `RowTooLong`, without encoding the
-    text, if its number of characters proves that it has more than `most` tokens. This saves time,
-    since some tokenizers need time that is quadratic in the length of the text.
+    text, if its number of characters proves that it has more than `max_tokens` tokens. This saves
+    time, since some tokenizers need time that is quadratic in the length of the text.
     """
-    if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
+    if max_tokens is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
-        if least > most:
-            raise RowTooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
+        if least > max_tokens:
+            raise RowTooLong("row", least, "dataset.max_seqlen", max_tokens, uncounted=True)
     with explain_read_errors(
         "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,
@@ -392,8 +390,8 @@ def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | No
     if not in_bytes and not (model.get("byte_fallback") and BLANK in model["vocab"]):
         return None
     for step in steps:
-        writes = step.get("content", step.get("prepend", step.get("replacement", BLANK)))
-        if writes != BLANK or (
+        inserted = step.get("content", step.get("prepend", step.get("replacement", BLANK)))
+        if inserted != BLANK or (
             step.get("pattern", {"String": " "}) != {"String": " "} and step["type"] == "Replace"
         ):
             return None
@@ -419,15 +417,6 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     for part in step.get("normalizers", step.get("pretokenizers", [])):
         result.extend(_list_steps(part))
     return result
-
-
-def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
-    """Return an upper bound on the number of tokens of a text.
-
-    The bound per byte is `of_ascii` for a text that is all ASCII, and `of_others` for other texts.
-    """
-    size = len(text.encode())
-    return size * (of_ascii if text.isascii() else of_others)
 
 
 def build_bad_template_error(name: str, fault: str, option: str) -> UserError:

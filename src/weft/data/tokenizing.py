@@ -45,16 +45,16 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @contextmanager
-def show_progress(what: str, total: int) -> Iterator[Advance]:
+def show_progress(label: str, total: int) -> Iterator[Advance]:
     """Show the progress of work on `total` rows on standard error.
 
-    `what` describes the work. The context yields a function, to be called with the number of rows
+    `label` describes the work. The context yields a function, to be called with the number of rows
     done since its last call.
     """
     if not sys.stderr.isatty():
         begun = time.perf_counter()
         yield lambda count: None
-        print(f"{what}: {total:,} rows in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
+        print(f"{label}: {total:,} rows in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -63,12 +63,12 @@ def show_progress(what: str, total: int) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)
 
 
 @contextmanager
-def skip_progress(what: str, total: int) -> Iterator[Advance]:
+def skip_progress(label: str, total: int) -> Iterator[Advance]:
     """Accept the same calls as `show_progress`, but show nothing."""
     yield lambda count: None
 
@@ -136,7 +136,8 @@ class RowSource:
         progress: function that returns a context manager showing progress
         columns: columns to rename, as {new name: name in the file}
         name: name for messages; if empty, the path is used
-        most: stop reading after this number of samples, and do not cache them; None means no limit
+        max_samples: number of samples after which reading stops, without using the cache; None
+            means no limit
     """
 
     path: str
@@ -144,10 +145,9 @@ class RowSource:
     cache_dir: str | None = None
     num_workers: int | None = None
     progress: Reporter = show_progress
-    columns: Columns = field(default_factory=dict)  # column name of the form -> column of the file
-    name: str = ""  # name in messages; "": the path
-    # Number of samples after which no more rows are read, without using the cache; None: no limit.
-    most: int | None = None
+    columns: Columns = field(default_factory=dict)
+    name: str = ""
+    max_samples: int | None = None
 
 
 Chunk = list[tuple[str, Row | UnreadableRow | bytes]]  # (place, row, or the pickle of one)
@@ -167,10 +167,10 @@ def tokenize(
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
-    if source.most is not None:
+    if source.max_samples is not None:
         return _add_places(
             _encode_first_samples(
-                EncodingJob(form, lengths, tokenizer), files, source, source.most
+                EncodingJob(form, lengths, tokenizer), files, source, source.max_samples
             ),
             files,
         )
@@ -217,7 +217,7 @@ def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> E
     tokenizing them.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
-        tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
+        tokenizer = replace(tokenizer, max_tokens=lengths.max_seqlen)
     return EncodingJob(form, lengths, tokenizer)
 
 
@@ -230,8 +230,8 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
     samples: list[tuple[int, str | None, EncodedSample]] = []
     problems: list[Problem] = []
     counts = Counter[str]()
-    read = set[str]()
-    held = set[str]()
+    columns_read = set[str]()
+    present = set[str]()
     cuts: list[TemplateOmission] = []
     for index, (_, content) in enumerate(chunk):
         if isinstance(content, bytes):
@@ -241,7 +241,7 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
             if isinstance(content, UnreadableRow):
                 raise BadRow(content.reason)
             row = TrackedRow(content)
-            held.update(name for name, value in content.items() if value not in (None, "", []))
+            present.update(name for name, value in content.items() if value not in (None, "", []))
             own_id = read_id(row, job.form.id_key)
             with track_unread_keys() as unused:
                 row_samples = job.form.encode(row, job.tokenizer)
@@ -249,21 +249,21 @@ def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
             for encoded in row_samples:
                 unused |= encoded.unused
                 cuts += [replace(cut, row=index) for cut in encoded.cut]
-                sample, done = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
-                counts.update([*done, "both"] if len(done) > 1 else done)
+                sample, changes = fit_to_limits(encoded, job.lengths, job.tokenizer.bos_id)
+                counts.update([*changes, "both"] if len(changes) > 1 else changes)
                 if sample is not None:
                     samples.append((index, own_id, sample))
-            held |= unused
-            read |= row.read - unused
+            present |= unused
+            columns_read |= row.read - unused
         except (BadRow, DataError) as error:
             if isinstance(error, RowTooLong) and job.lengths.overlong == "drop":
                 counts["dropped"] += 1
-                read |= row.read
+                columns_read |= row.read
                 continue
             problems.append((index, str(error), error if isinstance(error, RowTooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
     report = TokenizationReport(
-        len(chunk), *cut, frozenset(read), frozenset(held), merge_omissions(cuts)
+        len(chunk), *cut, frozenset(columns_read), frozenset(present), merge_omissions(cuts)
     )
     return samples, report, problems
 
@@ -303,9 +303,9 @@ def are_large(files: Sequence[Path]) -> bool:
 
 
 def _encode_first_samples(
-    job: EncodingJob, files: Sequence[Path], source: RowSource, most: int
+    job: EncodingJob, files: Sequence[Path], source: RowSource, max_samples: int
 ) -> TokenTable:
-    """Encode rows until there are `most` samples, and return a table of these samples.
+    """Encode rows until there are `max_samples` samples, and return a table of these samples.
 
     Raises `DataError` at the first invalid row.
     """
@@ -317,7 +317,7 @@ def _encode_first_samples(
         rows.append((str(place), row))
         outcomes.append(encode_rows(job, rows[-1:]))
         num_samples += len(outcomes[-1][0])
-        if num_samples >= most or outcomes[-1][2]:
+        if num_samples >= max_samples or outcomes[-1][2]:
             break
     return _assemble(rows, outcomes)
 

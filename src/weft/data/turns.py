@@ -62,7 +62,7 @@ class TemplateFunctions:
     turn_end: str | None = None
     added: Sequence[str] = ()
     name: str = "the tokenizer"
-    option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
+    option: str = "tokenizer"
 
 
 def find_leading_token(text: str, added: Sequence[str]) -> str | None:
@@ -84,23 +84,24 @@ def find_assistant_spans(
     `text` is the rendered conversation, and `turns` are the indices of the assistant messages to
     find. Raises `DataError` if a turn cannot be located.
     """
-    talk = _RenderedConversation(template, messages, tools, text)
+    conversation = _RenderedConversation(template, messages, tools, text)
     spans: list[Span] = []
     for index in turns:
-        start = talk.find_start(index, spans[-1][1] if spans else 0)
-        spans.append((start, talk.find_stop(index, start)))
+        start = conversation.find_start(index, spans[-1][1] if spans else 0)
+        spans.append((start, conversation.find_stop(index, start)))
     return spans
 
 
 @dataclass(frozen=True)
 class _RenderedConversation:
-    """Conversation and its rendered text, with methods that find each turn's position in the text."""
+    """Conversation and its rendered text, with methods that find the turns in the text."""
 
     template: TemplateFunctions
     messages: Sequence[Message]
     tools: Any
     text: str
-    words: dict[int, Span | None] = field(default_factory=dict)  # spans found so far, by message
+    # content spans found so far, by message index
+    content_spans: dict[int, Span | None] = field(default_factory=dict)
 
     def find_start(self, index: int, at: int) -> int:
         """Return the position in the text at which turn `index` begins.
@@ -118,7 +119,8 @@ class _RenderedConversation:
             if rendering != plain:
                 return len(rendering)
             return self._skip_header(index, len(rendering))
-        # The template has no generation prompt, or refuses these messages: use the texts around.
+        # The template has no generation prompt, or refuses these messages: use the positions of
+        # the previous message's content and of the turn's own content.
         content_span = self._find_content(index)
         before = self._find_content(index - 1)
         if (
@@ -214,11 +216,11 @@ class _RenderedConversation:
 
     def _find_content(self, index: int) -> Span | None:
         """Return the span of the content of message `index` in the text, or None if unknown."""
-        if index not in self.words:
-            self.words[index] = (
+        if index not in self.content_spans:
+            self.content_spans[index] = (
                 self._locate_content(index) if 0 <= index < len(self.messages) else None
             )
-        return self.words[index]
+        return self.content_spans[index]
 
     def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
         """Return the text after the content of message `index` in `rendering`.
@@ -226,19 +228,19 @@ class _RenderedConversation:
         `rendering` is the rendered conversation up to and including message `index`. Returns None
         if `rendering` is None, or if the template rejects the messages.
         """
-        talk = [*self.messages[:index], _replace_words(self.messages[index])]
-        other = _try_render(self.template, talk, self.tools, False)
+        changed = [*self.messages[:index], _replace_words(self.messages[index])]
+        other = _try_render(self.template, changed, self.tools, False)
         if rendering is None or other is None:
             return None
         return rendering[_find_changed_span(rendering, other)[1] :]
 
     def _locate_content(self, index: int) -> Span | None:
-        talk = [
+        changed = [
             *self.messages[:index],
             _replace_words(self.messages[index]),
             *self.messages[index + 1 :],
         ]
-        other = _try_render(self.template, talk, self.tools, False)
+        other = _try_render(self.template, changed, self.tools, False)
         if other is None or other == self.text:
             return None
         return _find_changed_span(self.text, other)
@@ -379,14 +381,14 @@ class TrainedTurn:
         messages: messages of the whole conversation
         tools: tool schemas of the conversation, or None
         index: index of the turn in `messages`
-        written: text of the turn as the template renders it
+        rendered_text: text of the turn as the template renders it
     """
 
     template: TemplateFunctions
     messages: Sequence[Message]
     tools: Any
     index: int
-    written: str
+    rendered_text: str
 
     @property
     def message(self) -> Message:
@@ -400,36 +402,36 @@ class TrainedTurn:
         message = self.message
         # Reasoning in a separate field.
         if message.get(REASONING) and (
-            REASONING in lost or not has_text(self.written, message[REASONING])
+            REASONING in lost or not has_text(self.rendered_text, message[REASONING])
         ):
             yield self._build_omission(
                 REASONING,
                 self._advise_on_reasoning(),
-                find_missing_words(self.written, message[REASONING]),
+                find_missing_words(self.rendered_text, message[REASONING]),
             )
         # The content, or the reasoning at its beginning.
         if "content" in lost:
             yield self._build_omission(
                 "content",
                 self._advise_other_template(),
-                find_missing_words(self.written, message["content"]),
+                find_missing_words(self.rendered_text, message["content"]),
             )
         else:
             thoughts = TAGS.split(message["content"].rpartition(END_OF_THOUGHT)[0])
             cut = []
             for thought in thoughts:
-                if not has_text(self.written, thought):
+                if not has_text(self.rendered_text, thought):
                     cut.append(thought)
             if cut:
                 yield self._build_omission(
                     f"what precedes {END_OF_THOUGHT} in content",
                     self._advise_on_content(),
-                    find_missing_words(self.written, cut[0]),
+                    find_missing_words(self.rendered_text, cut[0]),
                 )
         # Arguments of tool calls.
         for number, call in enumerate(message.get("tool_calls") or ()):
             for path, value in iterate_arguments(call, number):
-                if path in lost or not _has_argument(self.written, value):
+                if path in lost or not _has_argument(self.rendered_text, value):
                     named = re.sub(r"\[\d+\]", "[]", path)
                     yield self._build_omission(
                         named, self._advise_other_template(), shorten(str(value))
@@ -452,7 +454,10 @@ class TrainedTurn:
             return "let the row end with that turn"
         if self._is_written(inside):
             return f"write it into content, between <think> and {END_OF_THOUGHT}"
-        return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with <think>...{END_OF_THOUGHT} in content)"
+        return (
+            f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with "
+            f"<think>...{END_OF_THOUGHT} in content)"
+        )
 
     def _advise_on_content(self) -> str:
         """Return advice on how to keep the reasoning that the template omits.

@@ -138,10 +138,10 @@ def _place_by_estimates(
         )
     rates, profile_notes = _with_profile(rates, config, on_gpu, networks)
     experiment = placement.with_notes(experiment, profile_notes)
-    written = getattr(config, "dataset", experiment.dataset)
+    user_dataset = getattr(config, "dataset", experiment.dataset)
     loads = {}
     for call in graph.list_model_calls():
-        loads[call.name] = placement.build_workload(experiment, config.search, written, call)
+        loads[call.name] = placement.build_workload(experiment, config.search, user_dataset, call)
     lengths = {name: load.sequence_length for name, load in loads.items()}
     # List the candidates for each group of calls, and choose among them.
     units, start = placement.build_units(

@@ -328,9 +328,9 @@ class RLGraphBuilder:
         config, rewards = self.config, self.rewards
         nodes = list[Node]()
         if self.has_model:
-            scores = "scores" if rewards.given else "rewards"
+            scores = "scores" if rewards.has_functions else "rewards"
             nodes.append(build_reward_model(config.rew, config.rew_step, size, prefix, scores))
-        if rewards.given:
+        if rewards.has_functions:
             remap = {}
             for key in ("completion", *(("scores",) if self.has_model else ())):
                 remap[key] = prefix + key

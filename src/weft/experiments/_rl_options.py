@@ -157,7 +157,7 @@ class SamplingConfig(RunConfig):
             or self.rew.backend in NO_NETWORK
             or os.environ.get(VARIABLES["rew"])
         )
-        if model or self.rewards.given:
+        if model or self.rewards.has_functions:
             return super().missing()
         return [*super().missing(), "reward=FUNCTION or rew.path=MODEL (what gives the reward)"]
 

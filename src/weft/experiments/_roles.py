@@ -317,7 +317,7 @@ def build_reward_model(
 
 def check_rewards(rew: ModelSpec, rewards: RewardOptions, rew_step: str | None) -> None:
     """Raise `ConfigError` if there is no source of rewards, or if reward options have no effect."""
-    functions = rewards.given
+    functions = rewards.has_functions
     if not functions and not has_reward_model(rew):
         raise ConfigError(
             "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "

@@ -15,7 +15,7 @@ import numpy as np
 from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, UserError, build_unknown_name_error
-from weft.host._results import MOST_REWARD
+from weft.host._results import MAX_REWARD
 from weft.host._rows import CompletionRows, Vector
 from weft.host.base import HostContext, StatelessHostFunction
 
@@ -159,14 +159,14 @@ class AdvantageFunction(StatelessHostFunction):
 
     def _check_size(self, advantages: Vector, rows: CompletionRows) -> None:
         """Raise `UserError` if an advantage is NaN, or is so large that the loss would overflow."""
-        invalid = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
+        invalid = np.flatnonzero(~(np.abs(advantages) <= MAX_REWARD))
         if len(invalid):
             completion = int(np.searchsorted(np.cumsum(rows.lengths), invalid[0], side="right"))
             raise UserError(
                 f"{self.function.__name__} returned the advantage {advantages[invalid[0]]:g} for a "
                 f"completion of "
                 f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of absolute "
-                f"value at most {MOST_REWARD:g}, or the loss is not finite"
+                f"value at most {MAX_REWARD:g}, or the loss is not finite"
             )
 
 

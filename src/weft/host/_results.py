@@ -16,7 +16,7 @@ Value = float | None | list[float | None] | dict[int, float]
 
 # Largest absolute value of a reward: the square of a larger one overflows float32, in which losses
 # are computed
-MOST_REWARD = 1e18
+MAX_REWARD = 1e18
 
 
 class InvalidRewardResult(Exception):
@@ -47,7 +47,7 @@ class RewardResultCheck:
         """Check the result of a reward function, and return its rewards and metrics.
 
         `result` is a list with one reward per completion, or a tuple of such a list and a mapping
-        of metrics. A reward is None or a number from -`MOST_REWARD` to `MOST_REWARD`. With
+        of metrics. A reward is None or a number from -`MAX_REWARD` to `MAX_REWARD`. With
         `by_token`, it can also be a list with a number or None for each token, or a mapping from
         the end positions of steps (in characters of the completion) to numbers. Raises
         `InvalidRewardResult` for anything else.
@@ -146,10 +146,10 @@ def _validate_number(value: Any, index: int) -> float | None:
             f"apply",
             index,
         )
-    if abs(number) > MOST_REWARD:
+    if abs(number) > MAX_REWARD:
         raise InvalidRewardResult(
             f"it returned {number:g}; the absolute value of a reward must be at most "
-            f"{MOST_REWARD:g}, or the loss is not finite: scale the reward",
+            f"{MAX_REWARD:g}, or the loss is not finite: scale the reward",
             index,
         )
     return number

@@ -12,7 +12,7 @@ from weft.algorithms.base import to_host_array
 from weft.algorithms.kl import estimate_kl
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
-from weft.host._results import MOST_REWARD
+from weft.host._results import MAX_REWARD
 from weft.host.base import HostContext
 
 Vector = npt.NDArray[np.float64]
@@ -63,13 +63,13 @@ class CompletionRows:
         float32.
         """
         values = self.read_sequences("rewards")
-        large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
-        if len(large):
-            index = int(large[0])
+        too_large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MAX_REWARD))
+        if len(too_large):
+            index = int(too_large[0])
             raise DataError(
                 f"{self.batch.ids[int(self.group[index])]}: a completion's reward is "
                 f"{values[index]:g}; the absolute value of a reward must be at most "
-                f"{MOST_REWARD:g}, or the loss is not finite: check the reward model, "
+                f"{MAX_REWARD:g}, or the loss is not finite: check the reward model, "
                 f"or scale its scores"
             )
         return values

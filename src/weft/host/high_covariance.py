@@ -36,8 +36,8 @@ class HighCovarianceFunction(ConfiguredHostFunction):
     def __init__(self, options: HighCovariance) -> None:
         if options.method not in ("clip", "kl"):
             raise build_unknown_name_error("covariance control", options.method, ("clip", "kl"))
-        empty = options.method == "clip" and options.low >= options.high
-        if not 0.0 < options.share <= 1.0 or empty:
+        is_empty_range = options.method == "clip" and options.low >= options.high
+        if not 0.0 < options.share <= 1.0 or is_empty_range:
             raise ConfigError(
                 f"high_covariance: share={options.share} must be in (0, 1], and low={options.low} "
                 f"must be below high={options.high}"

@@ -51,11 +51,11 @@ def split_base_url(
         )
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
-        usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
+        is_usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
+        is_usable = is_usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except (AttributeError, TypeError, ValueError):
-        usable = False
-    if not usable:
+        is_usable = False
+    if not is_usable:
         raise ConfigError(f"{option}={url!r} must be a base URL such as {example}")
     return parts
 

@@ -71,7 +71,7 @@ def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Ind
     order = np.lexsort((rank, comparison, rows.group)).astype(np.int64)
     first = order[0::2]
     second = order[1::2]
-    paired = len(order) % 2 == 0 and bool(
+    are_paired = len(order) % 2 == 0 and bool(
         (
             (rows.group[first] == rows.group[second]) & (comparison[first] == comparison[second])
         ).all()
@@ -80,7 +80,7 @@ def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Ind
     names, counts = np.unique(
         np.stack([rows.group, comparison], axis=-1), axis=0, return_counts=True
     )
-    if not paired or (counts != 2).any():
+    if not are_paired or (counts != 2).any():
         unpaired = names[counts != 2][:1]
         id = batch.ids[int(unpaired[0, 0])] if len(unpaired) else batch.ids[0]
         raise DataError(

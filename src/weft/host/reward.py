@@ -19,7 +19,7 @@ from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
 from weft.host._pool import RewardPool, RewardReply
-from weft.host._results import MOST_REWARD, Value
+from weft.host._results import MAX_REWARD, Value
 from weft.host._routes import CompletionTexts, RewardRoute, RewardRoutes
 from weft.host.base import ConfiguredHostFunction, HostContext, record_rewards
 from weft.host.spec import RewardOptions
@@ -27,7 +27,7 @@ from weft.host.verifiers._sandbox import describe_protections, find_protections
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
-MOST_WORKERS = 8  # default number of workers, if there are as many CPUs
+MAX_WORKERS = 8  # default number of workers, if there are as many CPUs
 CALLS_PER_WORKER = 4  # so that a hung call loses only a small part of the batch
 # Number of batches for which unused prefetched calls are kept, since their ids may come later
 MAX_BATCHES_PREFETCHED = 1
@@ -107,7 +107,7 @@ class RewardFunction(ConfiguredHostFunction):
                 f"column={options.column!r} rows can have different ones"
             )
         self.pool = RewardPool(
-            self.routes.targets, options.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+            self.routes.targets, options.num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
         )
         self.pool.start()
         self.notes: Sequence[str] = ()
@@ -188,13 +188,13 @@ class RewardFunction(ConfiguredHostFunction):
         The weighted sum can be too large even if no single reward is. Scores of a reward model that
         are not finite are not checked here, because training reports them.
         """
-        large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
-        if len(large):
+        too_large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MAX_REWARD))
+        if len(too_large):
             raise UserError(
-                f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the "
-                f"weights of "
+                f"the reward of {texts.names[int(too_large[0])]} is "
+                f"{rewards[too_large[0]]:g} with the weights of "
                 f"{', '.join(self.routes.labels)}; its absolute value must be at most "
-                f"{MOST_REWARD:g}, or the loss is not finite: lower the weights"
+                f"{MAX_REWARD:g}, or the loss is not finite: lower the weights"
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:

@@ -75,8 +75,8 @@ def _find_problem(reward: Any) -> str | None:
 class RewardOptions:
     """Options of the host function `reward`, which describes them in full.
 
-    `num_workers` and `chunk_size` say how the functions are called, and `keep_parts` is set by the
-    experiment.
+    `num_workers` and `chunk_size` control how the functions are called, and `keep_parts` is set by
+    the experiment.
     """
 
     reward: Any = option(
@@ -110,7 +110,7 @@ class RewardOptions:
     keep_parts: bool = False
 
     @property
-    def given(self) -> bool:
+    def has_functions(self) -> bool:
         """True if reward functions contribute to the reward."""
         return self.reward is not None or self.column is not None
 

@@ -117,7 +117,7 @@ def assemble(
             describe_run(experiment, horizon, facts, loaded, expected), described_numerics
         ),
         predicted=predict_step(
-            experiment, expected, run.device, machine, loaded, alone=baseline is not None
+            experiment, expected, run.device, machine, loaded, in_process=baseline is not None
         ),
         hosts=hosts,
     )

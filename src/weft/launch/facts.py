@@ -122,11 +122,11 @@ class TargetDevices:
         if on_gpu and not torch.cuda.is_available():
             return cls(torch.device("cuda"), "GPU", count, None, "")
         # A device of this machine; devices on CPUs share its memory.
-        alone = mode == "local" and count == 1
-        device = resolve_device(device_option if alone else get_device_kind(experiment))
+        in_process = mode == "local" and count == 1
+        device = resolve_device(device_option if in_process else get_device_kind(experiment))
         if mode == "local" and device.type == "cpu":
             check_processes(count)
-        share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
+        share = read_memory_bytes(device) / (1 if in_process or device.type != "cpu" else count)
         if memory_gb is not None:
             usable = memory_gb * GIB
         elif device.type == "cuda":

@@ -170,7 +170,7 @@ def forecast_run_step(
         rates = replace(rates, memory=float(read_memory_bytes(target.device)))
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
-    written = read(DatasetSpec(), select_written_dataset(experiment))
+    user_dataset = read(DatasetSpec(), select_written_dataset(experiment))
     # Use a profile if there is one; that of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
@@ -191,7 +191,7 @@ def forecast_run_step(
         if base is not None and base in networks:
             shared_roles[role] = base
     forecast = forecast_step(
-        experiment, networks, rates, search, written, rows, cluster, shared_roles
+        experiment, networks, rates, search, user_dataset, rows, cluster, shared_roles
     )
     return replace(forecast, notes=notes)
 
@@ -214,12 +214,12 @@ def _with_planned_lengths(experiment: Experiment) -> Experiment:
     assert experiment.plan is not None
     estimates = parse_plan(experiment.plan, PLAN).estimates
     search = dict(experiment.config.get("search") or {})
-    written = select_written_dataset(experiment)
+    user_options = select_written_dataset(experiment)
     names = []
     if _list_samplers(experiment):
-        if written.get("max_prompt_len") is None:
+        if user_options.get("max_prompt_len") is None:
             names = ["prompt_tokens"]
-    elif not isinstance(written.get("max_seqlen"), int):
+    elif not isinstance(user_options.get("max_seqlen"), int):
         names = ["prompt_tokens", "answer_tokens"]
     new_tokens = [
         int(call.args.get("max_new_tokens") or MAX_NEW_TOKENS)
@@ -227,7 +227,7 @@ def _with_planned_lengths(experiment: Experiment) -> Experiment:
         if call.method == "generate"
     ]
     limits = {
-        "prompt_tokens": written.get("max_prompt_len") or math.inf,
+        "prompt_tokens": user_options.get("max_prompt_len") or math.inf,
         "answer_tokens": min(new_tokens, default=math.inf),
     }
     for name in names:
@@ -351,11 +351,11 @@ def select_written_dataset(experiment: Experiment) -> dict[str, Any]:
 
     Limits that weft has chosen, such as the model's context, say nothing about the rows.
     """
-    written = {}
+    user_options = {}
     for name, value in (experiment.config.get("dataset") or {}).items():
         if f"dataset.{name}" not in experiment.chosen:
-            written[name] = value
-    return written
+            user_options[name] = value
+    return user_options
 
 
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
@@ -364,12 +364,13 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     Rows have the maximum length that the user's options allow, or 512 + 512 tokens. If no data are
     read, the memory forecast uses this batch instead of the data's largest batches.
     """
-    written = select_written_dataset(experiment)
+    user_options = select_written_dataset(experiment)
     search = experiment.config.get("search") or {}
     samplers = _list_samplers(experiment)
-    most = written.get("max_seqlen")
-    total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
-    longest = written.get("max_prompt_len")
+    total = user_options.get("max_seqlen")
+    if not isinstance(total, int):
+        total = DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
+    longest = user_options.get("max_prompt_len")
     limit = experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS
     default_prompt = longest or min(DEFAULT_PROMPT_TOKENS, limit)
     if not samplers or not longest:
@@ -377,7 +378,7 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     prompt = search.get("prompt_tokens") or default_prompt
     answer = search.get("answer_tokens") or max(1, total - prompt)
     size = experiment.graph.get_node(experiment.steps_follow).batch_size
-    size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
+    size = size or max(1, int(user_options.get("train_tokens_per_batch") or 0) // (prompt + answer))
     lengths = {"prompt": [[prompt]] * size}
     if not samplers:
         lengths["completion"] = [
@@ -466,15 +467,16 @@ def predict_step(
     machine: Mapping[str, Any],
     data: LoadedData | None,
     *,
-    alone: bool,
+    in_process: bool,
 ) -> PredictedStep:
     """Return the values that are predicted for each step of a run.
 
     `expected` is the memory forecast, `device` a device of the run, and `machine` its description
-    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process.
-    Seconds are those of a step with rows of average length, memory is that of the largest batches.
+    (`describe_hardware`). `data` are the run's rows. With `in_process`, the run computes in this
+    process. Seconds are those of a step with rows of average length, memory is that of the largest
+    batches.
     """
-    metrics = _predict_memory(experiment, expected, alone=alone)
+    metrics = _predict_memory(experiment, expected, in_process=in_process)
     target = _find_target(experiment, device, machine)
     forecast, reason = _forecast_seconds(experiment, target, data)
     if forecast is None:
@@ -542,7 +544,7 @@ def _forecast_seconds(
 
 
 def _predict_memory(
-    experiment: Experiment, expected: MemoryForecast, *, alone: bool
+    experiment: Experiment, expected: MemoryForecast, *, in_process: bool
 ) -> dict[str, float]:
     """Return the predicted peak memory of the run and of each call.
 
@@ -551,7 +553,7 @@ def _predict_memory(
     """
     on = group_roles_by_device(experiment)
     other = expected.baseline * GIB
-    if alone and expected.device == "cpu":
+    if in_process and expected.device == "cpu":
         other += measure_file_pages_gb() * GIB
     metrics: dict[str, float] = {}
     if expected.roles and not expected.incomplete:

@@ -67,14 +67,15 @@ class ResolvedRun:
     device: torch.device
 
 
-def set_up_device(experiment: Experiment, *, alone: bool) -> torch.device:
+def set_up_device(experiment: Experiment, *, in_process: bool) -> torch.device:
     """Return the device of a run, and set torch's options for it in this process.
 
-    If the run is `alone` in this process, this is the process's own device, otherwise the type of
-    the device processes' devices. In a run on a TPU, torch computes on the CPU.
+    With `in_process`, the run computes in this process, and the result is the process's own device.
+    Otherwise, it is the type of the devices that the device processes use. In a run on a TPU, torch
+    computes on the CPU.
     """
     control = experiment.control
-    if not alone:
+    if not in_process:
         device = torch.device(get_device_kind(experiment))
     else:
         device = resolve_device("cpu" if control.device == TPU else control.device)
@@ -487,10 +488,10 @@ def load_fixed_prompts(
         replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
     )
     if context is None:
-        most = None
+        max_tokens = None
     else:
-        most = context - int(call.args["max_new_tokens"])
-    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
+        max_tokens = context - int(call.args["max_new_tokens"])
+    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, max_tokens=max_tokens)
 
 
 def check_suite_names(

@@ -158,16 +158,16 @@ def prepare(
     from weft.launch.plan import build_early_plan
     from weft.launch.resolve import read_data, resolve_run, set_up_device
 
-    alone = mode == "local" and experiment.num_devices == 1
+    in_process = mode == "local" and experiment.num_devices == 1
     with ExitStack() as undo:
         if cluster is not None:
             undo.callback(cluster.close)
         # Resolve the models.
-        device = set_up_device(experiment, alone=alone)
+        device = set_up_device(experiment, in_process=in_process)
         resolved = resolve_run(experiment, device)
         # Start the devices in the background, and read the data.
         launch = None
-        if not alone:
+        if not in_process:
             if is_restart:
                 launch = relaunch_devices(experiment, mode)
             else:
@@ -177,8 +177,8 @@ def prepare(
         data = read_data(resolved, progress=False if is_quiet else None, ahead=True)
         undo.callback(data.loaded.close)
         # Plan.
-        baseline = measure_held_memory(device) if alone else None
-        shows_plan = show is not None and not alone and not is_restart
+        baseline = measure_held_memory(device) if in_process else None
+        shows_plan = show is not None and not in_process and not is_restart
         if show is not None and shows_plan:
             count = experiment.num_devices
             processes = "a process for the device"

@@ -351,17 +351,17 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 def build_workload(
     experiment: Experiment,
     search: SearchSpec,
-    written: DatasetSpec,
+    user_dataset: DatasetSpec,
     call: MFCDef,
     rows: RowLengths | None = None,
 ) -> CallWorkload:
     """Return the estimated workload of a call in one step.
 
-    `written` are the options of the dataset as the user wrote them, while `experiment.dataset` has
-    the defaults filled in. `rows` are the lengths of the run's rows, if they were read; lengths
-    that `search` sets take precedence.
+    `user_dataset` has the dataset's options as the user wrote them, while `experiment.dataset` also
+    has the defaults that were filled in. `rows` are the lengths of the run's rows, if they were
+    read; lengths that `search` sets take precedence.
     """
-    lengths = _estimate_lengths(experiment, search, written, rows)
+    lengths = _estimate_lengths(experiment, search, user_dataset, rows)
     samples = lengths.samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
@@ -481,7 +481,7 @@ class CallLengths:
 
 
 def _estimate_lengths(
-    experiment: Experiment, spec: SearchSpec, written: DatasetSpec, rows: RowLengths | None
+    experiment: Experiment, spec: SearchSpec, user_dataset: DatasetSpec, rows: RowLengths | None
 ) -> CallLengths:
     """Return the estimated lengths of sequences, from the options and the rows if they were read.
 
@@ -495,32 +495,32 @@ def _estimate_lengths(
     new = None
     if samplers:
         new = int(samplers[0].args.get("max_new_tokens") or MAX_NEW_TOKENS)
-    _check_lengths(spec, written, new)
+    _check_lengths(spec, user_dataset, new)
     # Prefer the lengths that the user set, then those of the data.
     if rows is not None:
         return _measure_lengths(spec, rows, samplers)
     prompt = (
         spec.prompt_tokens
-        or written.max_prompt_len
+        or user_dataset.max_prompt_len
         or min(DEFAULT_PROMPT_TOKENS, experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS)
     )
     if new is not None:
         samples = int(samplers[0].args.get("samples_per_prompt", 1))
         return CallLengths(prompt, spec.answer_tokens or new, samples, longest_answer=new)
-    most = written.limit
-    if most is None:
+    limit = user_dataset.limit
+    if limit is None:
         return CallLengths(prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1)
-    prompt = spec.prompt_tokens or min(prompt, max(1, most // 2))
-    return CallLengths(prompt, spec.answer_tokens or max(1, most - prompt), 1)
+    prompt = spec.prompt_tokens or min(prompt, max(1, limit // 2))
+    return CallLengths(prompt, spec.answer_tokens or max(1, limit - prompt), 1)
 
 
-def _check_lengths(spec: SearchSpec, written: DatasetSpec, longest_answer: int | None) -> None:
+def _check_lengths(spec: SearchSpec, user_dataset: DatasetSpec, longest_answer: int | None) -> None:
     """Raise `ConfigError` if assumed lengths exceed the limits that the user has set.
 
     `longest_answer` is the limit of sampled answers, or None if the rows have the answers.
     """
     prompt, answer = spec.prompt_tokens, spec.answer_tokens
-    limit = written.max_prompt_len
+    limit = user_dataset.max_prompt_len
     if prompt is not None and limit is not None and prompt > limit:
         raise ConfigError(
             f"search.prompt_tokens={prompt}: prompts have at most dataset.max_prompt_len={limit} "
@@ -533,7 +533,7 @@ def _check_lengths(spec: SearchSpec, written: DatasetSpec, longest_answer: int |
                 f"gen.max_new_tokens={longest_answer} tokens; lower the first or raise the second"
             )
         return
-    longest_row = written.limit
+    longest_row = user_dataset.limit
     if longest_row is not None and (prompt or 1) + (answer or 1) > longest_row:
         name, tokens = max(
             ("search.prompt_tokens", prompt or 1),

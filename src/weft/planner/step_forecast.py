@@ -122,7 +122,7 @@ def forecast_step(
     networks: Mapping[str, DecoderSizes],
     rates: DeviceRates,
     search: SearchSpec,
-    written: DatasetSpec,
+    user_dataset: DatasetSpec,
     rows: RowLengths | None = None,
     cluster: DeviceCluster | None = None,
     shared_roles: Mapping[str, str] | None = None,
@@ -130,15 +130,16 @@ def forecast_step(
     """Return the forecast of a step of `experiment` on the devices that its calls have.
 
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
-    and `written` give the lengths of prompts and answers: the assumptions that the user set, and
-    the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
-    were read. `cluster` has the kinds of devices if there are several, and `shared_roles` are those of
-    `PlacementProblem`.
+    and `user_dataset` give the lengths of prompts and answers: the assumptions that the user set,
+    and the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if
+    they were read. `cluster` has the kinds of devices if there are several, and `shared_roles` are
+    those of `PlacementProblem`.
     """
     calls = experiment.graph.list_model_calls()
     known_calls = [call for call in calls if call.role in networks]
     loads = {
-        call.name: build_workload(experiment, search, written, call, rows) for call in known_calls
+        call.name: build_workload(experiment, search, user_dataset, call, rows)
+        for call in known_calls
     }
     # The calls that train a role form a unit, and so does each other call; a unit has one mesh.
     units = []

@@ -375,30 +375,30 @@ class SampleTensors:
     ) -> list[TensorRequest]:
         """Return requests for the tensors that a rank lacks, and record that it will get them."""
         with self._lock:
-            wants = self._locations.find_missing(rank, ids, keys)
-            for want in wants:
-                self._locations.record_transfer(rank, want.ids, want.keys)
-        return wants
+            requests = self._locations.find_missing(rank, ids, keys)
+            for request in requests:
+                self._locations.record_transfer(rank, request.ids, request.keys)
+        return requests
 
-    def record_transfers(self, rank: int, wants: Sequence[TensorRequest]) -> None:
+    def record_transfers(self, rank: int, requests: Sequence[TensorRequest]) -> None:
         """Record that a rank has received the tensors that it requested."""
         with self._lock:
-            for want in wants:
-                self._locations.record_copy(rank, want.ids, want.keys)
+            for request in requests:
+                self._locations.record_copy(rank, request.ids, request.keys)
 
     def build_command_tensors(
-        self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
+        self, requests: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Build the `CommandTensors` with which a rank gets the tensors in `wants`.
+        """Build the `CommandTensors` with which a rank gets the tensors in `requests`.
 
         The rank itself requests tensors from other devices. Tensors on the driver are serialized
         and shared in advance, and the rank gets handles of them. `shared` caches these handles for
         the other ranks of the same call.
         """
         rows = []
-        for want in wants:
-            if want.rank == ON_DRIVER:
-                rows.append((want.ids, want.keys))
+        for request in requests:
+            if request.rank == ON_DRIVER:
+                rows.append((request.ids, request.keys))
         for row in rows:
             if row not in shared:
                 with self._lock:
@@ -407,7 +407,8 @@ class SampleTensors:
                 plain = SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)
                 shared[row] = self._devices.share(plain.to_bytes())
         return CommandTensors(
-            [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
+            [request for request in requests if request.rank != ON_DRIVER],
+            [shared[row] for row in rows],
         )
 
     def record_outputs(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
@@ -437,12 +438,12 @@ class SampleTensors:
                 for key in self._locations.select_available(ids, optional)
                 if key not in all_keys
             ]
-            wants = self._locations.find_missing(self._rank, ids, all_keys)
-        raws = self._ask_devices(lambda: self._devices.export(wants)) if wants else []
+            requests = self._locations.find_missing(self._rank, ids, all_keys)
+        raws = self._ask_devices(lambda: self._devices.export(requests)) if requests else []
         with self._lock:
-            for want, raw in zip(wants, raws, strict=True):
+            for request, raw in zip(requests, raws, strict=True):
                 self._store.put(SequenceSample.from_bytes(raw))
-                self._locations.record_copy(self._rank, want.ids, want.keys)
+                self._locations.record_copy(self._rank, request.ids, request.keys)
             return self._store.fetch(ids, all_keys)
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:

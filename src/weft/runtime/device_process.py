@@ -100,7 +100,7 @@ class PeerTransport(Protocol):
     seconds for the bytes of all `promises`, and returns them.
     """
 
-    def request(self, want: TensorRequest) -> Any: ...
+    def request(self, request: TensorRequest) -> Any: ...
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]: ...
 
 
@@ -202,16 +202,18 @@ class DeviceProcess:
         number: int,
         command: DeviceCommand,
         ranks: Sequence[int],
-        wants: Sequence[TensorRequest],
+        requests: Sequence[TensorRequest],
         shared: Sequence[Any],
     ) -> None:
         """Queue a command; `place` is its index in the order in which this device runs commands.
 
         `number` identifies the command's job, and `ranks` are all ranks that receive a command of
-        this job. `wants` are the tensors to request from other devices; the requests are sent
+        this job. `requests` are the tensors to request from other devices; the requests are sent
         immediately. `shared` are handles of the tensors that the driver provides.
         """
-        promises = [] if self.peers is None else [self.peers.request(want) for want in wants]
+        promises = (
+            [] if self.peers is None else [self.peers.request(request) for request in requests]
+        )
         with self._lock:
             self._early_commands[place] = QueuedCommand(
                 number, command, ranks, [*promises, *shared]

@@ -87,7 +87,7 @@ class DeviceTransport(Protocol):
         """Transfer `raw` once, and return a handle through which all devices can read it."""
         ...
 
-    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]: ...
+    def export(self, requests: Sequence[TensorRequest]) -> list[bytes]: ...
     def peak_memory_gb(self) -> float: ...
 
     def describe_activities(self, ranks: Sequence[int]) -> Mapping[int, DeviceActivity]:
@@ -102,11 +102,11 @@ class CommandTensors:
     """Tensors that a command needs.
 
     Attributes:
-        wants: Requests to other devices for tensors.
+        requests: Requests to other devices for tensors.
         shared: Handles of tensors that the driver sends.
     """
 
-    wants: Sequence[TensorRequest] = ()
+    requests: Sequence[TensorRequest] = ()
     shared: Sequence[Any] = ()
 
 
@@ -130,7 +130,7 @@ class ThreadDevice:
         ranks: Sequence[int],
         tensors: CommandTensors,
     ) -> None:
-        self._process.receive(place, number, command, ranks, tensors.wants, tensors.shared)
+        self._process.receive(place, number, command, ranks, tensors.requests, tensors.shared)
 
     def receive(self) -> list[tuple[int, Sequence[CommandReport]]]:
         return [(0, self._process.next_reports(POLL_SECONDS))]
@@ -138,8 +138,8 @@ class ThreadDevice:
     def share(self, raw: bytes) -> bytes:
         return raw
 
-    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
-        return [self._process.export(want.ids, want.keys) for want in wants]
+    def export(self, requests: Sequence[TensorRequest]) -> list[bytes]:
+        return [self._process.export(request.ids, request.keys) for request in requests]
 
     def peak_memory_gb(self) -> float:
         return self._process.peak_memory_gb()

@@ -69,8 +69,8 @@ class _RayPeers:
     def __init__(self) -> None:
         self.actors: Sequence[Any] = ()
 
-    def request(self, want: TensorRequest) -> Any:
-        return self.actors[want.rank].export.remote(want.ids, want.keys)
+    def request(self, request: TensorRequest) -> Any:
+        return self.actors[request.rank].export.remote(request.ids, request.keys)
 
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
         return _take(promises, seconds)
@@ -139,10 +139,10 @@ class _DeviceActor:
         number: int,
         command: DeviceCommand,
         ranks: Sequence[int],
-        wants: Sequence[TensorRequest],
+        requests: Sequence[TensorRequest],
         shared: Sequence[Any],
     ) -> None:
-        self._process.receive(place, number, command, ranks, wants, shared)
+        self._process.receive(place, number, command, ranks, requests, shared)
 
     @ray.method(concurrency_group="poll")
     def next_reports(self, seconds: float) -> list[CommandReport]:
@@ -210,7 +210,7 @@ class RayDevices:
                 [str(self.addresses[target]) for target in ranks],
             )
         self._actors[rank].receive.remote(
-            place, number, command, tuple(ranks), list(tensors.wants), list(tensors.shared)
+            place, number, command, tuple(ranks), list(tensors.requests), list(tensors.shared)
         )
 
     def receive(self) -> list[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
@@ -251,8 +251,9 @@ class RayDevices:
         self._cluster.check_local_raylet()
         return ray.put(raw)
 
-    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
-        promises = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
+    def export(self, requests: Sequence[TensorRequest]) -> list[bytes]:
+        actors = self._actors
+        promises = [actors[r.rank].export.remote(r.ids, r.keys) for r in requests]
         if self._cluster.wait(promises, EXPORT_SECONDS):
             raise _build_late_error(EXPORT_SECONDS)
         self._cluster.check_local_raylet()

@@ -1,4 +1,4 @@
-"""The guide's three training commands, as typed: only names of files are short."""
+"""The guide's three training commands, as in the guide except that names of files are shorter."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PPO = shlex.split(
 
 
 def change(words: list[str], **values: object) -> list[str]:
-    """The command with other values; `__` stands for a dot, None leaves a flag out."""
+    """Return the command with other values; `__` stands for a dot, and None removes a flag."""
     flags = {name.replace("__", "."): value for name, value in values.items()}
     kept = [word for word in words if word.partition("=")[0].removeprefix("--") not in flags]
     return [*kept, *(f"--{name}={value}" for name, value in flags.items() if value is not None)]

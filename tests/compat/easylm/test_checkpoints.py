@@ -1,4 +1,4 @@
-"""Conversion of EasyLM's weights: results of the network, bits there and back, one tensor at a time."""
+"""Conversion of EasyLM's weights: the network's results, exact round trips, and use of memory."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def read_hf(folder: Path) -> tuple[EasyLMConfig, Arrays]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_easylm(tmp_path: Path, name: str) -> None:
-    """The converted directory against EasyLM's formulas, both in numpy and float64.
+    """Compare the converted directory with EasyLM's formulas, both in numpy and float64.
 
-    The bound of 1e-10 leaves room for sums in another order, and for nothing else: pairs of rows in
-    the wrong order, an epsilon of 1e-6 in place of 1e-5 or another base change the first digits.
-    weft's own network is compared to 1e-4, as its angles are computed in float32.
+    The bound of 1e-10 allows only for sums in another order: pairs of rows in the wrong order, an
+    epsilon of 1e-6 instead of 1e-5, or another base change the first digits. weft's own network is
+    compared to 1e-4, because its angles are computed in float32.
     """
     config = CONFIGS[name]
     arrays = arrays_of(config, dtype=np.float64)
@@ -132,7 +132,7 @@ def test_logits_are_those_of_easylm_in_transformers(tmp_path: Path) -> None:
 
 
 def test_scores_are_those_of_easylm(tmp_path: Path) -> None:
-    """A reward model and a critic, in weft and in transformers' sequence classifier."""
+    """Scores of a reward model and a critic, by weft and by transformers' sequence classifier."""
     arrays = arrays_of(TINY, "score", np.float64)
     write_stream(tmp_path / "out/value_streaming_params_7", arrays)
     source = find_source(f"params::{tmp_path / 'out'}", value=True)
@@ -154,7 +154,7 @@ def test_scores_are_those_of_easylm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head", ["lm", "score"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_bit_returns(tmp_path: Path, name: str, head: Any, streaming: bool) -> None:
-    """From EasyLM to Hugging Face and back; also weights that are no numbers, and mixed dtypes."""
+    """From EasyLM to Hugging Face and back, including weights that are NaN, and mixed dtypes."""
     config = CONFIGS[name]
     arrays = arrays_of(config, head)
     arrays["transformer/ln_f/kernel"] = arrays["transformer/ln_f/kernel"].astype(np.float32)
@@ -260,10 +260,10 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     write_from_hf(str(tmp_path / "hf"), tmp_path / "back", dtype=torch.bfloat16)
     write_copy(source, tmp_path / "copy", dtype=None, streaming=False)
     assert len(alive) == 3 * len(arrays)
-    assert most == 0  # when a tensor is read, all earlier ones are freed
+    assert most == 0  # all earlier tensors have been freed when a tensor is read
     write_stream(tmp_path / "weights", arrays_of(TINY, dtype=np.float32))
     write_difference(source, source, tmp_path / "diff")
-    assert most == 1  # the target, to which the base is added
+    assert most == 1  # the tensor to which the base is added
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:

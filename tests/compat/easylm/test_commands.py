@@ -53,7 +53,7 @@ def words_of_sft(here: Path, checkpoint: str) -> list[str]:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A module of the package that holds only these members."""
+    """Return a module of the package that has only these members."""
     module = ModuleType(f"weft.compat.easylm.{name}")
     vars(module).update(members)
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -163,7 +163,7 @@ SIZE = {
 
 @pytest.fixture
 def stream(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Words of a run from a stream, and nothing else in the folder for temporary files."""
+    """Return arguments of a run from a stream, with an empty folder for temporary files."""
     make_tokenizer(here / "tokenizer", chat=False)
     config = replace(TINY, vocab_size=320)
     write_stream(here / "streaming_params_7", arrays_of(config))
@@ -196,7 +196,7 @@ def test_a_stream_is_converted_once(
     (weights,) = here.glob("runs/converted/streaming_params_7@*/model.safetensors")
     written = weights.stat()
     assert written.st_size > 10_000 and not list((here / "temporary").iterdir())
-    # The same run, after files were copied again, and in a folder of runs that has moved.
+    # The same run after the files were copied again and the folder of runs was moved.
     for file in (here / "tokenizer" / "tokenizer.json", here / "streaming_params_7"):
         os.utime(file, ns=(0, 0))
     assert main([*stream, name]) == 2
@@ -234,7 +234,7 @@ def test_a_run_in_a_bucket_is_the_same_on_another_machine(
     assert main(words) == 2
     assert "contains a finished run of this configuration" in capsys.readouterr().err
     assert not (here / "b" / "converted").exists()
-    # A run that was stopped goes on there.
+    # A stopped run continues there.
     status = json.loads(memory.cat("/bk/out/sft/t/status.json"))
     memory.pipe("/bk/out/sft/t/status.json", json.dumps({**status, "status": "stopped"}).encode())
     assert main(words) == 0
@@ -286,7 +286,7 @@ def test_nothing_is_converted_for_devices_and_packages_that_are_missing(
     monkeypatch.setattr(jax, "find_spec", lambda name: None)
     assert main([*stream, "--backend=jax", "--mesh_dim=1,1,1"]) == 2
     assert "'jax' is not installed" in capsys.readouterr().err
-    # A plan needs neither, but the model's configuration.
+    # A plan needs only the model's configuration.
     assert main([*stream, "--backend=jax", "--mesh_dim=1,1,1", "device=tpu", "--dry-run"]) == 0
     check_unwritten(here)
 

@@ -1,6 +1,6 @@
 """The guide's three training commands, from streams, on the `debug` model and 8 simulated devices.
 
-Only paths and sizes differ from what the guide types.
+Only paths and sizes differ from those in the guide.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def talk(number: int, answer: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with streams of a policy and a reward model of the `debug` size, and rows."""
+    """A folder with rows and with streams of a policy and a reward model of the `debug` size."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     folder = tmp_path_factory.mktemp("bucket")
@@ -62,7 +62,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Stands in for the package, which asks for an account.
+# Replaces the package, which requires an account.
 WANDB = """
 class Error(Exception): pass
 class Session:
@@ -76,7 +76,7 @@ def Table(**values): return values
 
 
 def run(script: str, words: list[str], repo: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run the script as the guide does, and return the metrics of its run."""
+    """Run the script as in the guide, and return the metrics of its run."""
     (folder / "packages").mkdir()
     (folder / "packages" / "wandb.py").write_text(WANDB)
     paths = f"{repo / 'src'}:{folder / 'packages'}"
@@ -92,7 +92,7 @@ def run(script: str, words: list[str], repo: Path, folder: Path) -> list[dict[st
 
 
 def read_values(rows: list[dict[str, Any]], name: str) -> list[float]:
-    """The values of the metrics whose names end so, over all steps."""
+    """Return the values of the metrics whose names have this ending, over all steps."""
     return [value for row in rows for key, value in row.items() if key.endswith(name)]
 
 
@@ -162,7 +162,7 @@ def write_ppo(bucket: Path, output: Path, **more: Any) -> list[str]:
     )
 
 
-# dp above 1 too, which EasyLM does not have for PPO
+# also with dp above 1, which EasyLM does not support for PPO
 @pytest.mark.slow_cases("4,2,1")
 @pytest.mark.parametrize("mesh", ["1,4,2", "4,2,1"])
 def test_ppo(mesh: str, bucket: Path, repo: Path, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_json_file_of_easylm_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LLAMA_STANDARD_CONFIGS)
 def test_sizes_become_config_json_and_return(name: str) -> None:
-    """Both of weft's own reader and that of transformers; then back, and in weft's spelling."""
+    """config.json is read by weft and by transformers, and converted back to weft's spelling."""
     config = LLAMA_STANDARD_CONFIGS[name]
     values = to_hf_values(config)
     family = families.get("llama")
@@ -208,7 +208,7 @@ def test_sizes_become_config_json_and_return(name: str) -> None:
 
 
 def test_scaled_positions_are_those_of_easylm() -> None:
-    """The frequencies of transformers against EasyLM's function, written out in common.py."""
+    """The frequencies of transformers equal those of EasyLM's function in common.py."""
     theirs = LlamaConfig.from_dict(to_hf_values(LLAMA_STANDARD_CONFIGS["8b31"]))
     frequencies, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
     expected = [scale_frequency(500000 ** (-i / 128)) for i in range(0, 128, 2)]

@@ -46,7 +46,7 @@ def encode(encoder: Any, row: dict[str, Any], tokenizer: Tokenizer) -> EncodedSa
 
 
 def marked(sample: EncodedSample, tokenizer: Tokenizer, index: int = 0) -> str:
-    """The text of a sample's prompt and one completion, its trained parts in brackets."""
+    """Return the text of a sample's prompt and one completion, trained parts in brackets."""
     text = tokenizer.decode(sample.prompt)
     ids, mask = sample.completions[index], sample.masks[index]
     begin = 0
@@ -254,7 +254,7 @@ def test_types_are_registered_and_drop_truncated_rows(
 def test_a_long_prompt_keeps_the_turn_of_the_assistant(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """EasyLM cuts the right end (its defect i)."""
+    """EasyLM cuts off the right end (its defect i)."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "Two? " * 30}])
     util = DatasetUtility(tokenizer, cache_dir=str(tmp_path))
     dataset = registry.datasets.get("tulu_prompt")(util=util, path=str(path), max_prompt_len=20)

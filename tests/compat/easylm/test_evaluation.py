@@ -94,7 +94,7 @@ def test_the_example_s_template_is_weft_s(folder: Path) -> None:
 
 
 def run_example(*words: str, tmp_path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run an example with stand-ins for `weft` and `python3` that show their words."""
+    """Run an example with replacements of `weft` and `python3` that print their arguments."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("weft", "python3"):

@@ -16,7 +16,7 @@ from weft import registry
 from weft.compat.easylm.flag_rules import FlagRule
 from weft.compat.easylm.flags import TRAINING
 
-# Flags of EasyLM's last code, by script.
+# Flags of EasyLM's last version, by script.
 EVERY = """seed mesh_dim dtype load_dataset_state log_freq save_model_freq save_milestone_freq num_epochs
 log_all_worker tokenizer tokenizer_pad_token_id train_dataset.type eval_dataset.type optimizer.type
 optimizer.accumulate_gradient_steps checkpointer.float_dtype checkpointer.save_optimizer_state
@@ -105,7 +105,7 @@ def test_rules_name_options_that_exist_or_give_a_reason(name: str) -> None:
 
 
 def list_rules(config: Any, prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """The rules of all options of a configuration, by name."""
+    """Return the rules of all options of a configuration, by name."""
     rules: dict[str, Mapping[str, Any]] = {}
     for spec in fields(config):
         value = getattr(config, spec.name)
@@ -118,7 +118,7 @@ def list_rules(config: Any, prefix: str = "") -> dict[str, Mapping[str, Any]]:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_numbers_that_an_option_refuses_are_refused_by_the_flag(name: str) -> None:
-    """So that no message names an option that the user did not type."""
+    """Otherwise, the message would name an option that the user did not type."""
     command = TRAINING[name]
     rules = list_rules(registry.quickstarts.get(command.quickstart)())
     for flag, rule in command.flags.items():
@@ -158,7 +158,7 @@ def check_row(name: str, flag: str, rule: FlagRule, row: Row) -> None:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_page_has_a_row_for_every_flag(name: str) -> None:
-    """In the table of the command, or in that of SFT or PPO if the flag is the same there."""
+    """The row is in the command's table, or in that of SFT or PPO if the flag is the same there."""
     command = TRAINING[name]
     for flag, rule in command.flags.items():
         if LISTED_ELSEWHERE.match(rule.note) and find_row(command.quickstart, flag) is None:

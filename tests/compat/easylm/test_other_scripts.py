@@ -11,7 +11,7 @@ from tests.docs.test_pages import ROOT
 from weft.cli.main import main
 from weft.compat.easylm.other_scripts import OTHER_SCRIPTS, SERVE
 
-# Flags of EasyLM's last code, by script.
+# Flags of EasyLM's last version, by script.
 CLIENT = "lm_client.url lm_client.batch_size lm_client.wait_for_ready lm_client.dummy"
 KNOWN = {
     "llama_serve": """mesh_dim dtype input_length seq_length top_k top_p do_sample num_beams

@@ -1,4 +1,4 @@
-"""Models for training: made of streams once, under names that depend on contents only."""
+"""Models for training: converted from streams once, under names that depend only on contents."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prepared_model_is_used_again(tmp_path: Path) -> None:
 def test_a_name_depends_on_contents_and_not_on_places_and_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two machines, with other homes and caches, and files that were copied again."""
+    """It is the same on two machines with different home folders and caches."""
     make_tokenizer(tmp_path / "tokenizer", chat=False)
     arrays = arrays_of(TINY)
     path = write_stream(tmp_path / "streaming_params", arrays)
@@ -88,7 +88,7 @@ def test_a_name_depends_on_contents_and_not_on_places_and_times(
         fsspec.filesystem("memory").pipe("/bk/streaming_params", path.read_bytes())
         assert locate("params::memory://bk", tmp_path / "tokenizer") == first
     assert restore_urls(f"{tmp_path}/converted/{first}") == f"converted/{first}"
-    # other contents, down to a weight in the middle
+    # other contents, even if only one weight in the middle differs
     with (tmp_path / "again" / "tokenizer.json").open("a") as file:
         file.write(" ")
     assert locate(f"params::{path}", tmp_path / "again") != first
@@ -100,7 +100,7 @@ def test_a_name_depends_on_contents_and_not_on_places_and_times(
 
 
 def test_a_sentencepiece_file_and_its_folder_have_two_names(tmp_path: Path) -> None:
-    """The file adds BOS to texts; the folder may not."""
+    """The file adds BOS to texts, but the folder may not."""
     tokenizer = Path(train_sentencepiece(tmp_path))
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -150,7 +150,7 @@ def test_a_train_state_says_that_the_optimizer_starts_anew(
     path = tmp_path / "streaming_train_state_5"
     write_stream(path, arrays_of(TINY), ("params", "params"))
     prepare(tmp_path, f"trainstate::{path}")
-    assert "the optimizer starts anew" in capsys.readouterr().err
+    assert "its optimizer state is not used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

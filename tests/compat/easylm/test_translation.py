@@ -1,4 +1,4 @@
-"""What EasyLM's commands come to: the guide's three, and the meaning of single flags."""
+"""Options that EasyLM's commands are translated to: the guide's three, and single flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def convert(
 
 
 def small(name: str, *words: str, backend: str = "jax", devices: int | None = 1) -> dict[str, Any]:
-    """Options that a command with as few flags as possible, and these, comes to."""
+    """Return the options of a command with only the required flags and these."""
     sampled = name in ("llama_train_ppo", "llama_train_online_dpo")
     models = ["_policy", "_reward"] if sampled else [""]
     paths = [f"--load_checkpoint{each}=m{each}" for each in models]
@@ -174,7 +174,7 @@ def test_ppo_of_the_guide() -> None:
 
 @pytest.mark.parametrize("name", BASE)
 def test_options_are_those_of_the_quickstart(name: str) -> None:
-    """And so are their values: the configuration is built from them."""
+    """The values are valid, too: the configuration is built from them."""
     from weft.cli.quickstart import build_config
 
     done = convert(name, parse_words(name), devices=1)
@@ -212,7 +212,7 @@ def test_without_epochs_the_steps_count() -> None:
 
 
 def compute_rates(words: list[str], updates: int) -> list[float]:
-    """The learning rates of a run of SFT with as many updates."""
+    """Return the learning rates of a run of SFT with this number of updates."""
     from weft.engine.spec import OptimizerSpec
     from weft.engine.torch.optimizer import compute_learning_rate
 
@@ -233,7 +233,7 @@ def compute_rates(words: list[str], updates: int) -> list[float]:
 def test_rates_are_those_of_easylms_schedule(
     updates: int, accumulation: int, warmup: int, ratio: float | None
 ) -> None:
-    """EasyLM's `optax.join_schedules`, of which weft's warm-up leaves out the first rate, 0."""
+    """EasyLM uses `optax.join_schedules`; weft's warm-up leaves out the first rate, 0."""
     flag = "--optimizer.adamw_optimizer."
     words = [f"--total_steps={updates * accumulation}", f"{flag}lr=0.5", f"{flag}end_lr=0.125"]
     words += [f"--optimizer.accumulate_gradient_steps={accumulation}"]
@@ -507,7 +507,7 @@ def test_easylm_compat() -> None:
     bos = "--tokenizer.add_bos_token=True"
     assert small("llama_train_ppo", *words, bos)["actor.tokenizer.add_bos_token"] is True
     assert "ppo.logprob_temperature" not in small("llama_train_ppo")
-    words[-1] = "--mini_batch_size=2"  # of 16, but nothing is whitened
+    words[-1] = "--mini_batch_size=2"  # below 16, but nothing is whitened
     assert small("llama_train_online_dpo", *words)["online_dpo.gen.top_k"] == 50
 
 
@@ -584,7 +584,7 @@ def test_fields_of_a_json_file_are_those_of_an_update(tmp_path: Path) -> None:
     assert done.options["model.residual_dropout"] == 0.1
     assert done.options["model.recompute_policy"] == "nothing_saveable"
     assert sum(note.startswith("scan_mlp is left out") for note in done.notes) == 1
-    # The stream is converted to a model without dropout, which the role then has.
+    # The stream is converted to a model without dropout; the role then sets the dropout.
     stream = done.streams["model"]
     converted = load_llama_config(stream.config, stream.update)
     check_trainable(converted, "")
@@ -592,7 +592,7 @@ def test_fields_of_a_json_file_are_those_of_an_update(tmp_path: Path) -> None:
     back = "--update_llama_config=dict(resid_pdrop=0.0)"
     done = convert("llama_train", [*words, f"--load_llama_config={file}", back], devices=1)
     assert "model.residual_dropout" not in done.options
-    # Beside a Hugging Face model, too.
+    # Also with a Hugging Face model.
     options = small("llama_train", f"--load_llama_config={file}")
     assert (options["model.path"], options["model.residual_dropout"]) == ("m", 0.1)
 
@@ -616,7 +616,7 @@ def test_fields_that_weft_lacks_are_refused_from_both(
 
 
 def test_palm_has_a_rate_that_falls_with_the_root_of_the_step() -> None:
-    """EasyLM's rate is lr / 0.01 / sqrt(max(step, warm-up)), its decay weight_decay / 1e-4 rate^2."""
+    """Rate: lr / 0.01 / sqrt(max(step, warm-up)); weight decay: weight_decay / 1e-4 rate^2."""
     words = [
         *parse_words("llama_train"),
         "--optimizer.type=palm",
@@ -671,7 +671,7 @@ def test_configurations_are_literals() -> None:
         (["--llama.vocab_size=8"], "config.json says what it is"),
         (
             ["--load_checkpoint=params::f", "--load_llama_config=7b", "--llama.vocab_size=8"],
-            'has no effect in EasyLM beside --load_llama_config=7b; write --update_llama_config="dict(',
+            'has no effect in EasyLM with --load_llama_config=7b; write --update_llama_config="dict(',
         ),
         (["--load_checkpoint=params::f", "--load_llama_config=7c"], "nown are 1b, 3b"),
         (["--llama.fcm_max_ratio=0.1"], "forgetful causal mask"),
@@ -746,7 +746,7 @@ def test_text_fields() -> None:
 
 
 def test_long_prompts_lose_their_left_end() -> None:
-    """EasyLM cuts the right end, and the turn of the assistant with it (its defect i)."""
+    """EasyLM cuts off the right end, which includes the assistant's turn (its defect i)."""
     options = small("llama_train_ppo")
     assert options["dataset.overlong"] == "truncate" and "dataset.truncate_side" not in options
 
@@ -797,7 +797,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("models")
 def test_what_an_update_compares_with_is_computed_once() -> None:
-    """EasyLM computes it anew in every minibatch, so that its clips never bind (its defect a)."""
+    """EasyLM recomputes it in every minibatch, so its clips have no effect (its defect a)."""
     experiment = build("llama_train_ppo", "--ppo_epochs=4")
     actor, critic = experiment.get_node("actor_train"), experiment.get_node("critic_train")
     assert actor.args["epochs"] == critic.args["epochs"] == 4
@@ -810,7 +810,7 @@ def test_what_an_update_compares_with_is_computed_once() -> None:
 
 @pytest.mark.usefixtures("models")
 def test_online_dpo_compares_whole_completions() -> None:
-    """EasyLM compares tokens, those after the end too (its defect e)."""
+    """EasyLM compares single tokens, including those after the end (its defect e)."""
     from weft.algorithms.preferences import KINDS
 
     training = build("llama_train_online_dpo").get_node("actor_train")
@@ -828,7 +828,7 @@ def test_the_reference_has_no_optimizer(name: str) -> None:
 
 
 def test_a_run_is_continued_where_it_stopped() -> None:
-    """EasyLM begins the epoch again (its defect n)."""
+    """EasyLM restarts the epoch (its defect n)."""
     from weft.experiments import SFTConfig
 
     assert "recover_mode" not in small("llama_train") and SFTConfig().recover_mode == "auto"

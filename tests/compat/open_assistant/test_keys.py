@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from weft.compat.open_assistant.key_mapping import IMPLIED, RL, RM, SFT, KeyMapping
-from weft.compat.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, map_keys
+from weft.compat.open_assistant.keys import KEYS, OPEN_ASSISTANT_KEYS, TRLX, TURN_TOKENS, map_keys
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
-# Every key of `defaults`, of `defaults_rm`, of `defaults_rlhf`, and those that only other sections
+# Every key of `defaults`, `defaults_rm` and `defaults_rlhf`, and those that only other sections
 # have.
 NAMES = """
 rng_seed learning_rate gradient_checkpointing int8_training gradient_accumulation_steps per_device_train_batch_size
@@ -35,7 +35,7 @@ def mapped(base: RunConfig, given: dict[str, Any] | None = None, **values: Any) 
 
 
 def options(base: RunConfig, **values: Any) -> dict[str, Any]:
-    """What keys come to, without what Open-Assistant's trainers do by themselves."""
+    """Return the options for the keys, without those for built-in behavior of the trainers."""
     done = mapped(base, **values)
     assert done.rejections == []
     return {name: option.value for name, option in done.options.items() if option.key != IMPLIED}
@@ -43,10 +43,12 @@ def options(base: RunConfig, **values: Any) -> dict[str, Any]:
 
 def test_every_key_is_in_the_table() -> None:
     assert set(THEIRS) <= set(KEYS)
-    assert {"learning_rate", "dtype", "model_name", "save_steps"}.isdisjoint(OWN) and {
+    assert {"learning_rate", "dtype", "model_name", "save_steps"}.isdisjoint(
+        OPEN_ASSISTANT_KEYS
+    ) and {
         "datasets",
         "loss_fn",
-    } <= OWN
+    } <= OPEN_ASSISTANT_KEYS
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_what_their_trainer_does_by_itself() -> None:
     )
     assert (
         made["model.tokenizer.chat_template"] == "oasst"
-        and made["model.tokenizer.add_tokens"] == TOKENS
+        and made["model.tokenizer.add_tokens"] == TURN_TOKENS
     )
     assert made["model.tokenizer.eos_token"] == "</s>"
     tagged = mapped(
@@ -347,15 +349,15 @@ def test_grpo_takes_what_it_has() -> None:
 
 
 def key_table() -> str:
-    """The Markdown table of Open-Assistant's keys and the options that they are mapped to."""
+    """Return the Markdown table of Open-Assistant's keys and the options that they are mapped to."""
     names = {SFT: "sft", RM: "rw", RL: "ppo"}
     lines = ["| key | read by | in weft |", "|---|---|---|"]
     for name, key in {**KEYS, **TRLX}.items():
         if name != "implied":
-            says = key.says.replace("|", "\\|")
+            description = key.description.replace("|", "\\|")
             lines.append(
                 f"| `{name.removeprefix('trlx.')}` | "
-                f"{', '.join(names[mode] for mode in key.modes)} | {says} |"
+                f"{', '.join(names[mode] for mode in key.modes)} | {description} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,6 @@
-"""Stacks of Open-Assistant's sections: what goes over what, in weft's keys and in its own, and where
-each value came from.
+"""Stacks of Open-Assistant's sections: which value takes precedence, and where it came from.
+
+The sections are in weft's keys and in Open-Assistant's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConf
 from weft.experiments.common import RunConfig
 from weft.options import to_plain
 
-# Every section of Open-Assistant's files, and the names of its guide that were never in them.
+# Every section of Open-Assistant's files, and the names that only its guide has.
 NAMES = """
 defaults use_system_tag webgpt_dataset_only per_digit_tokens math pretrain oasst_only reference-data oasst_export_eu
 oasst_export_latin_cyrillic oasst-top1 sft-8-datasets sft-8.1-datasets falcon-7b llama-7b llama-13b llama-30b
@@ -327,7 +328,7 @@ def test_keys_that_trlx_lacks_are_refused_with_those_that_work(word: str, wrong:
 def test_every_shipped_section_is_understood(named: str) -> None:
     """Defect 1: keys that one section needs and another lacks.
 
-    Here every section stands on weft's defaults alone, too.
+    Here, every section also works on top of weft's defaults alone.
     """
     section = SectionLibrary.from_folders().get(named)
     quickstart = guess_quickstart([section])
@@ -339,7 +340,7 @@ def test_every_shipped_section_is_understood(named: str) -> None:
         "grpo": GRPOConfig,
     }[quickstart]()
     before = {"sft": "defaults", "rw": "defaults_rm", "ppo": "defaults_rlhf"}.get(quickstart, "")
-    recipe = section.file.startswith(f"weft:{READY}/")  # a whole run, which stands alone
+    recipe = section.file.startswith(f"weft:{READY}/")  # a section that specifies a whole run
     for names in ([named],) if recipe or not before else ([named], [before, named]):
         assert stack(*names, base=base).overrides
 

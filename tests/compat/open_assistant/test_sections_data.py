@@ -1,6 +1,4 @@
-"""Data of sections: each entry as it is written, twice where it stands twice, and the command
-line's words for one.
-"""
+"""Data of sections: entries as they are written, repeated ones, and those on the command line."""
 
 from __future__ import annotations
 

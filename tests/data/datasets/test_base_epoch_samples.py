@@ -1,6 +1,4 @@
-"""Samples that differ from epoch to epoch: the same for every run and layout, another draw every
-epoch.
-"""
+"""Samples that differ between epochs: the same in every run and layout, and redrawn each epoch."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def spec_of(folder: Path, rows: Any = ROWS, **options: Any) -> DatasetSpec:
 def epochs(
     spec: DatasetSpec, tokenizer: Tokenizer, count: int, seed: int = 1, type: str = "chat"
 ) -> list[dict[str, str]]:
-    """The text of every id, epoch by epoch."""
+    """Return the text of every id, one mapping per epoch."""
     loader = load_data(spec, type, tokenizer, seed=seed, progress=False).train
     found: list[dict[str, str]] = []
     for _ in range(count):
@@ -174,7 +172,7 @@ def test_a_bad_reply_ranks_last_and_is_drawn(tmp_path: Path, tokenizer: Tokenize
 
 
 def test_rankings_without_a_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Rows of HellaSwag's kind: each ending is a whole text."""
+    """Rows such as HellaSwag's, in which each ending is a whole text."""
     rows = [{"prefix": None, "replies": ["A man sits down.", "A man flies."]}]
     loader = load_data(spec_of(tmp_path, rows), "ranking", tokenizer, seed=1, progress=False).train
     sample = loader.next_batch()
@@ -240,7 +238,7 @@ def test_mixed_samples_fill_batches(tmp_path: Path, tokenizer: Tokenizer) -> Non
 
 
 class Own:
-    """A dataset class of a user's."""
+    """Dataset class that a user defines."""
 
     def __init__(self, util: Any, path: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Fixed prompts: which files are read, and that a prompt has the tokens of a run's own prompts."""
+"""Fixed prompts: supported files, and tokens that equal those of a run's own prompts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_rows_have_the_tokens_that_the_runs_own_prompts_have(tmp_path: Path) -> 
         for messages in ([{"role": "user", "content": "Hi"}], said)
     ]
     for as_chat, first in ((False, tokenizer.encode("Hi")), (True, rendered[0])):
-        found = read_fixed_prompts(str(file), tokenizer, as_chat=as_chat, most=None)
+        found = read_fixed_prompts(str(file), tokenizer, as_chat=as_chat, max_tokens=None)
         assert found.ids == ("0", "1")
         assert [each.tolist() for each in found.sequences("prompt")] == [first, rendered[1]]
     with pytest.raises(
         DataError, match=r"a\.jsonl:2: the prompt has \d+ tokens, and the model's context leaves 3"
     ):
-        read_fixed_prompts(str(file), tokenizer, as_chat=False, most=3)
+        read_fixed_prompts(str(file), tokenizer, as_chat=False, max_tokens=3)

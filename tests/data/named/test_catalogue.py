@@ -1,4 +1,4 @@
-"""Names of datasets: all of Open-Assistant's table, pairs of languages, entries of a user's own."""
+"""Names of datasets: all in Open-Assistant's table, language pairs, and a user's own entries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Named datasets as files of rows: splits without leaks, copies, what is kept, what is said where
-nothing can be had.
-"""
+"""Named datasets as files of rows: splits without leaks, copies, the cache and error messages."""
 
 from __future__ import annotations
 
@@ -203,7 +201,7 @@ def test_parts_of_conversations_that_a_reader_leaves_out_are_told(
     mode, option, given, told = PARTS[reader]
     path, entries = jsonl(tmp_path / "rows.jsonl", given), tmp_path / "mine.yaml"
     entries.write_text(f"mine:\n  reader: {reader}\n  modes: [sft, rm]\n  {option}\n")
-    for _ in range(2):  # made, and read from what was kept
+    for _ in range(2):  # first made, then read from the cache
         made = prepare(SourceSpec(path, "mine"), mode, tmp_path, ValidationSplit(), [str(entries)])
         assert len(rows(made)[0]) == len(given)
         notes = "; ".join(made.notes)
@@ -320,7 +318,7 @@ def test_bad_rows_are_said_with_their_place(tmp_path: Path) -> None:
 
 
 def test_later_faults_are_said_with_the_place_of_the_row_that_was_read(tmp_path: Path) -> None:
-    """Not with the place in the file that weft makes of the rows and keeps."""
+    """The message does not name the place in the cached file that weft makes of the rows."""
     long = {"question": "q " * 50, "answer": "#### 1"}
     options: dict[str, Any] = {
         "train_bs_n_seqs": 1,
@@ -328,7 +326,7 @@ def test_later_faults_are_said_with_the_place_of_the_row_that_was_read(tmp_path:
         "overlong": "error",
         "cache_dir": str(tmp_path / "c"),
     }
-    for name in ("one", "two"):  # the same rows elsewhere: the other file is named
+    for name in ("one", "two"):  # the same rows in another file: the message names that file
         (tmp_path / name).mkdir()
         file = jsonl(tmp_path / name / "train.jsonl", [*QUESTIONS[:2], long])
         named = DatasetSpec(named=[{"gsm8k": {"path": file}}], **options)
@@ -466,7 +464,7 @@ def test_without_a_network_one_message_says_what_and_where(
         f"Network is unreachable; put its files in {tmp_path}/datasets/shp, or name them with path"
         in str(caught.value)
     )
-    assert len(attempts) == 2  # what the hub's own cache has, and the network
+    assert len(attempts) == 2  # one attempt with the hub's cache, one with the network
     with pytest.raises(
         DataError,
         match=r"gpteacher_roleplay: .*raw.githubusercontent.com.*licence: mit.*put its files in",

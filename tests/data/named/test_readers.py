@@ -1,6 +1,4 @@
-"""Every reader on small rows in the true shape of its source, and the examples that come of them in
-each mode.
-"""
+"""Every reader on small rows in its source's format, and the resulting examples in each mode."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from weft.registry import readers
 def made(
     name: str, mode: str, rows: Iterable[dict[str, Any]], training: bool = True, **options: Any
 ) -> list[dict[str, Any]]:
-    """The rows that a named dataset's reader makes of `rows` in a mode."""
+    """Return the rows that a named dataset's reader makes of `rows` in a mode."""
     entry = find_entry(name)
     use = ReaderContext(entry.name, mode, training)
     examples = readers.get(entry.reader)(list(rows), use, **{**entry.options, **options})
@@ -27,7 +25,7 @@ def made(
 
 
 def said(row: dict[str, Any]) -> list[str]:
-    """The texts of a conversation, after its prompt's."""
+    """Return the texts of a conversation, after the text of its prompt."""
     return [message["content"] for message in row.get("messages", row.get("prompt"))]
 
 
@@ -386,7 +384,7 @@ def test_shp_and_helpsteer() -> None:
         for i, name in enumerate("abc")
     ]
     assert one("helpsteer", "rm", *steer)["replies"] == ["a", "b", "c"]
-    # all alike: nothing to learn
+    # all are alike, so there is nothing to learn
     assert made("helpsteer", "rm", [{**each, **marks} for each in steer]) == []
 
 
@@ -432,7 +430,7 @@ def test_pairs_of_texts_and_of_messages() -> None:
         each.group
         for each in readers.get(entry.reader)(rows, ReaderContext("x", "rm"), **entry.options)
     }
-    assert groups == {"Q0", "Q1", "Q2"}  # a system message that all share keeps nothing together
+    assert groups == {"Q0", "Q1", "Q2"}  # a system message that all rows share does not group them
     stack = one(
         "stack_exchange_paired",
         "rm",
@@ -531,7 +529,7 @@ def test_trees_in_each_mode() -> None:
             node("a2", rank=0, labels={"quality": {"value": 0.5, "count": 1}}),
         ),
     }
-    assert made("oasst_export", "sft", [tree]) == []  # English where nobody says
+    assert made("oasst_export", "sft", [tree]) == []  # English by default
     assert [said(row) for row in made("oasst_export", "sft", [tree], lang="en,de")] == [
         ["p0", "a1"],
         ["p0", "a2"],

@@ -71,16 +71,16 @@ def test_masters_are_rounded_on_the_host_and_no_buffer_is_overwritten_on_its_way
         put.put(copy, master)
         master.fill_(0.0)  # it is the host's again
     assert copies[1].isnan().all(), "on its way"
-    put.hold()
+    put.make_device_wait()
     assert lane.log.count("follow") == 1 and lane.log[0] == "follow" and lane.pinned == 32
     assert not any(copy.isnan().any() for copy in copies)
     again = torch.randn(5, 4)
     put.put(copies[0], again)
-    put.hold()
+    put.make_device_wait()
     assert (
         torch.equal(copies[0], again.bfloat16())
         and lane.log.count("follow") == 2
         and lane.pinned == 32
     )
-    put.hold()
+    put.make_device_wait()
     assert lane.log.count("hold") == 2

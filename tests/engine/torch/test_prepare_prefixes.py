@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 
 def computed(
-    network: Any, batch: Any, how: prepare.PassSettings, device: torch.device
+    network: Any, batch: Any, settings: prepare.PassSettings, device: torch.device
 ) -> tuple[PackLayout, Any]:
     """(the layout of the pack, the outputs of all its rows)."""
-    made = prepare.prepare(network, batch, how, device)
+    made = prepare.prepare(network, batch, settings, device)
     given = made.given
     return made.layout, made.scatter_outputs(
         network(given.x, given.want, given.temperature, given.support)
@@ -83,9 +83,9 @@ def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
 
 def test_sequences_that_drop_something_share_nothing() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
-    how = prepare.PassSettings(frozenset({"logprobs"}), trained_only=True)
-    assert computed(network, batch, how, CPU)[0].num_saved_tokens
-    assert not computed(network, batch, replace(how, dropout=(0, 0)), CPU)[0].num_saved_tokens
+    settings = prepare.PassSettings(frozenset({"logprobs"}), trained_only=True)
+    assert computed(network, batch, settings, CPU)[0].num_saved_tokens
+    assert not computed(network, batch, replace(settings, dropout=(0, 0)), CPU)[0].num_saved_tokens
 
 
 def test_operations_are_counted_as_they_are_computed(

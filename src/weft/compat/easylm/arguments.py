@@ -1,4 +1,4 @@
-"""Command lines of EasyLM's training scripts: their flags, and what a translation of them holds."""
+"""Command lines of EasyLM's training scripts: parsing of flags, and results of the translation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from weft.compat.easylm.flag_rules import FlagRule
 from weft.compat.easylm.flags import TrainingCommand
 from weft.errors import ConfigError, find_nearest
 
-# flags of `weft quickstart` that are passed on
+# flags of `weft quickstart` that are passed on, without a value and with one
 PASSED_FLAGS = ("--dry-run", "--verbose", "-v", "--print-script", "--debug")
 PASSED_VALUES = ("--cfg", "--import", "--config", "--configs", "--config-dir")
-# texts that are another value without quotes
+# texts that need quotes, because they mean null, a Boolean or a number otherwise
 RESERVED = ("null", "none", "true", "false", "yes", "no", "on", "off", "nan", "inf")
 PLAIN_TEXT = re.compile(r"[A-Za-z_/.][\w/.:@-]*")
 SWITCHES = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
 
 
 @dataclass(frozen=True)
-class GivenFlags:
-    """Flags of a command line, and the words that are passed on to `weft quickstart`."""
+class ParsedFlags:
+    """Parsed command line of EasyLM's script `name`.
+
+    `values` maps the flags that are set to their values. `passed` are the words to pass on to
+    `weft quickstart`.
+    """
 
     name: str
     command: TrainingCommand
@@ -41,24 +45,25 @@ class GivenFlags:
 
     @property
     def accumulation(self) -> int:
-        """Number of batches, or of minibatches, that make an update."""
+        """Number of batches per update; in PPO and online DPO, of minibatches."""
         steps: int = self.get("optimizer.accumulate_gradient_steps")
         return steps
 
     def count_updates(self, steps: int) -> int:
-        """Return the number of weft's steps that `steps` of EasyLM are.
+        """Convert a number of EasyLM's steps to the number of weft's steps, rounded up.
 
-        EasyLM counts batches, of which `accumulate_gradient_steps` make an update; weft counts
-        updates. In PPO and online DPO both count batches of prompts.
+        EasyLM counts batches, and weft counts updates of `accumulate_gradient_steps` batches. In
+        PPO and online DPO, both count batches of prompts.
         """
         return steps if self.command.samples else ceil(steps / self.accumulation)
 
 
-def parse_flags(name: str, words: Sequence[str]) -> GivenFlags:
+def parse_flags(name: str, words: Sequence[str]) -> ParsedFlags:
     """Parse `--flag=value`, `--flag value`, `--switch` and `--noswitch`.
 
-    Words `option=value` and flags of `weft quickstart` are passed on. An empty value means that a
-    flag is not set. Raises `ConfigError` for unknown flags and for values of the wrong type or range.
+    Words `option=value` and flags of `weft quickstart` are passed on. An empty value means that the
+    flag is not set. Raises `ConfigError` for an unknown flag, and for a value of the wrong type or
+    out of range.
     """
     command = tables.TRAINING[name]
     values: dict[str, Any] = {}
@@ -91,7 +96,7 @@ def parse_flags(name: str, words: Sequence[str]) -> GivenFlags:
             values.pop(key, None)
         else:
             values[key] = _parse_value(key, text, rule)
-    return GivenFlags(name, command, values, tuple(passed))
+    return ParsedFlags(name, command, values, tuple(passed))
 
 
 def _is_switch(command: TrainingCommand, key: str) -> bool:
@@ -125,8 +130,8 @@ def _parse_value(key: str, text: str, rule: FlagRule) -> Any:
     try:
         number = int(text) if kind is int else float(text)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"--{key}={text}: must be {what}") from None
+        expected = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"--{key}={text}: must be {expected}") from None
     if not isfinite(number):
         raise ConfigError(f"--{key}={text}: must be a finite number")
     if rule.limits is not None and number not in rule.limits:
@@ -158,9 +163,9 @@ class ModelConversion:
         return locate_model(*self._values, folder, is_reward_model=is_reward_model)
 
     def write(self, folder: Path, *, weights: bool = True) -> Path:
-        """Convert the stream to a Hugging Face directory below `folder`, and return it.
+        """Convert the stream to a Hugging Face directory below `folder`, and return its path.
 
-        Without `weights`, an empty file stands for them.
+        Without `weights`, an empty file is written in their place.
         """
         from weft.compat.easylm.prepared_models import prepare_model
 
@@ -176,15 +181,15 @@ class ModelConversion:
 
 @dataclass
 class TranslatedCommand:
-    """Options of `weft quickstart` that a command line of EasyLM comes to.
+    """Options of `weft quickstart` that a command line of EasyLM is translated to.
 
     Attributes:
         quickstart: name of the quickstart
         options: values by option name
         streams: streams to convert, by the role whose `path` the result becomes
         environment: variables that the run needs
-        notes: lines for the user
-        passed: further words of the command line
+        notes: notes for the user, one line each
+        passed: words of the command line that are passed on unchanged
     """
 
     quickstart: str
@@ -215,6 +220,6 @@ def format_value(value: Any) -> str:
         return text
     if PLAIN_TEXT.fullmatch(text) and text.lower() not in RESERVED:
         return text
-    # Backslashes are themselves, unless a quote follows them.
+    # Backslashes stay as they are, unless a quote follows them.
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", text) + "'"

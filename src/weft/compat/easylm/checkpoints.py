@@ -1,9 +1,8 @@
 """Convert EasyLM's weights to Hugging Face directories and back, with one tensor in memory.
 
-Differences between the two: EasyLM stores matrices as (in, out), and the rows of q and k in Meta's
-order, in which rotary pairs are neighbours. The scalar head of a reward model or a critic is
-`score/kernel`, without a language-model head. Tensors keep their dtype, unless another is asked
-for.
+EasyLM stores matrices as (in, out), and the rows of q and k in Meta's order, in which the two
+elements of a rotary pair are adjacent. A reward model or critic has the scalar head `score/kernel`
+instead of a language-model head. Tensors keep their dtype unless another dtype is requested.
 
     write_hf(source, config, folder, tokenizer="tokenizer.model")
     write_from_hf(model, path)
@@ -74,22 +73,22 @@ LAYER_NAMES = (
     ("attention_norm", "input_layernorm", "attention_norm"),
     ("ffn_norm", "post_attention_layernorm", "ffn_norm"),
 )
-MOST_NAMES = 4  # names of tensors in a message
+MAX_NAMES = 4  # names of tensors in a message
 LLAMA3_PADDING = 128255  # EasyLM's padding token for Llama 3, a reserved one
-SETTINGS = "easylm.json"  # what a directory was made from
-REPORT_SECONDS = 10.0  # between two lines of progress
+SETTINGS = "easylm.json"  # file with the checkpoint and settings that a directory was made from
+REPORT_SECONDS = 10.0  # time between two lines of progress
 
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Name, shape and order of a weight in EasyLM's files and in others.
+    """Names, shape and layout of a weight in EasyLM's, Hugging Face's and Meta's files.
 
     Attributes:
         name: name in EasyLM's files
         hf: name in Hugging Face's files
         meta: name in Meta's files
         shape: shape in EasyLM's files
-        heads: number of heads whose rows are in rotary order; 0 for other weights
+        heads: number of heads if the order of rows differs between EasyLM and Hugging Face, else 0
     """
 
     name: str
@@ -100,7 +99,7 @@ class WeightPlace:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the weight is stored as (in, out), and elsewhere as (out, in)."""
+        """True if EasyLM stores the weight as (in, out), and others as (out, in)."""
         return self.name != EMBEDDING and len(self.shape) == 2
 
     @property
@@ -168,7 +167,7 @@ def list_weights(config: EasyLMConfig, head: Head) -> list[WeightPlace]:
 
 
 def sort_weights(places: Iterable[WeightPlace]) -> list[WeightPlace]:
-    """Return weights in the order of EasyLM's own files, which is that of their keys."""
+    """Return weights in the order of EasyLM's own files, sorted by their keys."""
     return sorted(places, key=lambda place: place.name.split("/"))
 
 
@@ -177,43 +176,48 @@ def sort_weights(places: Iterable[WeightPlace]) -> list[WeightPlace]:
 
 def check_weights(stream: TensorStream, config: EasyLMConfig, head: Head) -> None:
     """Raise `CheckpointError` unless a file has exactly the weights of a network."""
-    where = str(stream.source)
+    label = str(stream.source)
     if head == "lm" and SCORE in stream.tensors:
         raise CheckpointError(
-            f"{where}: has {SCORE}, the head of a reward model or a critic; set "
+            f"{label}: has {SCORE}, the head of a reward model or a critic; set "
             f"--is_reward_model=True"
         )
     if head == "score" and SCORE not in stream.tensors:
         raise CheckpointError(
-            f"{where}: has no {SCORE}, the head of a reward model; leave out --is_reward_model"
+            f"{label}: has no {SCORE}, the head of a reward model; leave out --is_reward_model"
         )
     places = {place.name: place for place in list_weights(config, head)}
-    wrong = []
+    unexpected = []
     for name, stored in stream.tensors.items():
         place = places.get(name)
         if place is None or place.shape != stored.shape:
-            wrong.append(f"{name} {stored.shape}")
+            unexpected.append(f"{name} {stored.shape}")
         elif not stored.dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {name} is {stored.dtype}, and weights are floats")
+            raise CheckpointError(f"{label}: {name} is {stored.dtype}, and weights are floats")
     missing = [
         f"{name} {place.shape}" for name, place in places.items() if name not in stream.tensors
     ]
-    if not wrong and not missing:
+    if not unexpected and not missing:
         return
-    has, lacks = _list_names(wrong), _list_names(missing)
-    problem = " and ".join(filter(None, [has and f"has {has}", lacks and f"lacks {lacks}"]))
+    problems = []
+    if unexpected:
+        problems.append(f"has {format_names(unexpected)}")
+    if missing:
+        problems.append(f"lacks {format_names(missing)}")
     raise CheckpointError(
-        f"{where}: {problem}, unlike a model of this size; {_describe_size(stream.tensors)}"
+        f"{label}: {' and '.join(problems)}, unlike a model of this size; "
+        f"{_describe_size(stream.tensors)}"
     )
 
 
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names as a list for messages, with the number of the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _describe_size(tensors: Mapping[str, StreamTensor]) -> str:
-    """Return a hint about the size of the network to which the tensors of a file belong."""
+    """Return a hint about the size of the network whose weights a file has."""
     embedding = tensors.get(EMBEDDING)
     inner = tensors.get("transformer/h/0/feed_forward/w1/kernel")
     if embedding is None or inner is None or len(embedding.shape) != 2 or len(inner.shape) != 2:
@@ -228,8 +232,9 @@ def _describe_size(tensors: Mapping[str, StreamTensor]) -> str:
     if fitting:
         return f"the file fits the sizes {', '.join(fitting)}"
     return (
-        f"the file has vocab_size={sizes[0]}, hidden_size={sizes[1]}, intermediate_size={sizes[2]}, "
-        f"num_hidden_layers={sizes[3]}; set what differs by --update_llama_config"
+        f"the file has vocab_size={sizes[0]}, hidden_size={sizes[1]}, "
+        f"intermediate_size={sizes[2]}, num_hidden_layers={sizes[3]}; set what differs by "
+        f"--update_llama_config"
     )
 
 
@@ -243,11 +248,12 @@ def write_hf(
     tokenizer: str | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the Hugging Face directory of a checkpoint of EasyLM.
+    """Convert a checkpoint of EasyLM to a Hugging Face directory.
 
-    `folder` must be absent or empty; it appears when it is complete. `tokenizer` is a directory, a
-    file or a hub name; its chat template becomes Tulu's. `settings` are written beside the model
-    as `easylm.json`. Raises `CheckpointError` if the weights do not fit the configuration.
+    `folder` must be absent or empty, and is created only once it is complete. `tokenizer` is a
+    directory, a file or a hub name; its chat template becomes Tulu's. `settings` are written to the
+    directory as `easylm.json`. Raises `CheckpointError` if the weights do not fit the
+    configuration.
     """
     stream = TensorStream(source)
     check_weights(stream, config, head)
@@ -274,8 +280,8 @@ def write_tokenizer(
 ) -> TransformerConfig:
     """Write the tokenizer of a model, and return the configuration with its special tokens.
 
-    The chat template is Tulu's, with BOS in front as in EasyLM's training. A bare sentencepiece
-    model adds BOS to other texts, as Llama 2 does. Llama 3 gets EasyLM's padding token.
+    The chat template is Tulu's, preceded by BOS as in EasyLM's training. With a bare sentencepiece
+    model, other texts begin with BOS too, as for Llama 2. Llama 3 gets EasyLM's padding token.
     """
     network = families.get("llama").config(to_hf_values(config))
     if not path:
@@ -295,17 +301,17 @@ def write_tokenizer(
 
 
 def copy_tokenizer(path: str) -> str:
-    """Return the path of a tokenizer on this machine, copied if it is in a bucket, or a hub name."""
+    """Return the path or hub name of a tokenizer. If it is in a bucket, copy it to this machine."""
     if not is_remote(path):
         return path
-    what = f"tokenizer={path}"
+    label = f"tokenizer={path}"
     if path.endswith(".model"):
-        return str(copy_file(path, what, CheckpointError))
-    return str(copy_model(path, what))
+        return str(copy_file(path, label, CheckpointError))
+    return str(copy_model(path, label))
 
 
 def write_settings(folder: Path, settings: Mapping[str, object]) -> None:
-    """Write into a model's directory what it was made from."""
+    """Write `easylm.json` to a model's directory: the checkpoint and settings it was made from."""
     writing.write(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
@@ -329,17 +335,17 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 def report_progress(
     tensors: Iterable[tuple[str, Tensor]], layouts: Mapping[str, TensorLayout], target: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, and print to stderr every few seconds how many there were."""
+    """Yield the tensors, and print the number of bytes so far to stderr every few seconds."""
     total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layouts.values())
-    done = 0
+    num_bytes = 0
     last = time.monotonic()
     for name, tensor in tensors:
-        done += tensor.nbytes
+        num_bytes += tensor.nbytes
         yield name, tensor
         del tensor  # before the next one is read
         if time.monotonic() - last > REPORT_SECONDS:
             last = time.monotonic()
-            share = f"{done / 1e9:,.1f} of {total / 1e9:,.1f} GB"
+            share = f"{num_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB"
             print(f"{target}: {share}", file=sys.stderr, flush=True)
 
 
@@ -392,13 +398,16 @@ def write_from_hf(
     return config
 
 
-# -- EasyLM to EasyLM
+# -- copies and differences
 
 
 def write_copy(
     source: StreamSource, path: Path, *, dtype: torch.dtype | None, streaming: bool
 ) -> None:
-    """Write the weights of a file again, in another dtype or form. Other dtypes than floats stay."""
+    """Copy the weights of a file, in another dtype or file format.
+
+    Tensors that are not floats keep their dtype.
+    """
     stream = TensorStream(source)
     names = sorted(stream.tensors, key=lambda name: name.split("/"))
     dtypes = {name: stream.tensors[name].dtype for name in names}
@@ -425,12 +434,12 @@ def write_difference(
     names = sorted(second.tensors, key=lambda name: name.split("/"))
     differing = sorted(set(names) ^ set(first.tensors))
     for name in names:
-        own = first.tensors.get(name)
-        if own is not None and own.shape != second.tensors[name].shape:
+        tensor = first.tensors.get(name)
+        if tensor is not None and tensor.shape != second.tensors[name].shape:
             differing.append(name)
     if differing:
         raise CheckpointError(
-            f"{base} and {target} differ in names or shapes: {_list_names(differing)}"
+            f"{base} and {target} differ in names or shapes: {format_names(differing)}"
         )
     dtypes = {}
     for name in names:
@@ -459,14 +468,17 @@ def write_weights(
     *,
     streaming: bool,
 ) -> None:
-    """Write weights in `dtype`, or in their own `dtypes` if it is None.
+    """Write the weights as floats of `dtype`, or in `dtypes` if it is None.
 
-    `dtypes` are the dtypes to store without `dtype`; the tensors may come in wider ones.
+    Tensors that are not floats are always written in their dtype in `dtypes`. `tensors` may yield
+    tensors of other dtypes; they are cast.
     """
     layouts: dict[str, TensorLayout] = {}
     for name, shape in shapes.items():
-        floats = dtypes[name].is_floating_point
-        layouts[name] = (dtype if dtype is not None and floats else dtypes[name], shape)
+        stored = dtypes[name]
+        if dtype is not None and stored.is_floating_point:
+            stored = dtype
+        layouts[name] = (stored, shape)
 
     def cast() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:

@@ -1,8 +1,9 @@
-"""`weft easylm COMMAND --flag=value`: EasyLM's scripts, as `weft quickstart` and as converters.
+"""`weft easylm COMMAND --flag=value`: EasyLM's training scripts and converters.
 
-A training command prints the notes of its translation and the equivalent `weft quickstart`, then
-runs it. Streams are converted to Hugging Face directories before, once for each state of the file,
-and after everything has been checked that can be checked without their weights.
+A training command prints notes on its translation and the equivalent `weft quickstart` command,
+then runs that command. Before the run, streams are converted to Hugging Face directories, once per
+version of the file. Settings are checked before the conversion, as far as this is possible without
+the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING
 from weft.checkpoints.config_file import JAX_BACKEND
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import (
-    GivenFlags,
     ModelConversion,
+    ParsedFlags,
     TranslatedCommand,
     parse_flags,
 )
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
 
 HELP = ("--help", "-h", "help", "--helpfull", "--helpshort")
 DRY_RUN = "--dry-run"
-PLAN_FLAGS = (DRY_RUN, "--cfg", "--print-script")  # of commands that start no run
-CONFIG = "config.json"  # the last file of a converted model
-# tokenizers that cannot be names on the hub
+PLAN_FLAGS = (DRY_RUN, "--cfg", "--print-script")  # with one of these flags, no run is started
+CONFIG = "config.json"  # a directory with this file is a complete model
+# pattern of tokenizers that are paths, not names on the hub
 TOKENIZER_PATH = re.compile(r"[./~]|.*\.model$|.*/.*/")
 CONVERTER_SUMMARIES = {
     "convert_easylm_to_hf": "a stream as a Hugging Face directory",
@@ -85,15 +86,15 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     return train(parse_flags(name, words), supervise=supervise)
 
 
-def train(given: GivenFlags, *, supervise: bool = False) -> int:
-    """Print and run the `weft quickstart` that a training command comes to."""
+def train(parsed: ParsedFlags, *, supervise: bool = False) -> int:
+    """Print and run the `weft quickstart` command for a training command; return its exit code."""
     from weft.cli import quickstart
     from weft.compat.easylm.meshes import choose_backend, count_devices
 
-    backend = choose_backend(given.get("backend"))
-    hosts = list_host_variables(given)
+    backend = choose_backend(parsed.get("backend"))
+    hosts = list_host_variables(parsed)
     devices = count_devices(backend, {**os.environ, **hosts})
-    translated = translate(given, backend=backend, num_devices=devices)
+    translated = translate(parsed, backend=backend, num_devices=devices)
     folder = choose_folder(translated)
     missing = {}
     for role, conversion in translated.streams.items():
@@ -107,7 +108,7 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
         variables = [f"{name}={value}" for name, value in translated.environment.items()]
         print(f"$ {shlex.join([*variables, 'weft', *mask_words(words)])}", flush=True)
     os.environ.update(translated.environment)
-    flags = {word.partition("=")[0] for word in given.passed}
+    flags = {word.partition("=")[0] for word in parsed.passed}
     if missing and not flags.isdisjoint(PLAN_FLAGS):
         with write_stand_ins(translated, missing, folder) as planned:
             if DRY_RUN not in flags:
@@ -123,7 +124,10 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
 
 
 def choose_folder(translated: TranslatedCommand) -> Path:
-    """Return the folder of converted models: in that of all runs, unless runs are in a bucket."""
+    """Return the folder of converted models.
+
+    It is in the folder of all runs or, if that is in a bucket, in the cache folder.
+    """
     root = str(translated.options.get("fileroot", "./runs"))
     return (find_cache_folder() if is_remote(root) else Path(root).expanduser()) / CONVERTED
 
@@ -134,7 +138,7 @@ def choose_folder(translated: TranslatedCommand) -> Path:
 def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: str) -> None:
     """Raise `UserError` if `convert_easylm_to_hf` would refuse a checkpoint or its tokenizer.
 
-    Only what is on this machine is read: names on the hub and files in buckets are not checked.
+    Only files on this machine are checked, not names on the hub and files in buckets.
     """
     from weft.compat.easylm.checkpoints import check_weights, write_tokenizer
     from weft.compat.easylm.configs import load_llama_config
@@ -153,40 +157,40 @@ def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: 
 
 
 def identify_export(load_checkpoint: str, model_size: str, update: str, tokenizer: str) -> str:
-    """Return a name that depends on the contents of the checkpoint, its size and its tokenizer.
+    """Return a name that depends on the checkpoint's contents, the model size and the tokenizer.
 
-    `update` are changes of the size, as a dictionary, or "".
+    `update` has changes of the model size, as the text of a dictionary, or is "".
     """
     from weft.compat.easylm.prepared_models import locate_model
 
     return locate_model(load_checkpoint, model_size, update, tokenizer, Path()).name
 
 
-# -- checks before a conversion, which can take an hour and 26 GB
+# -- checks before a conversion, which can take an hour and write 26 GB
 
 
 @contextmanager
 def write_stand_ins(
     translated: TranslatedCommand, missing: Mapping[str, ModelConversion], folder: Path
 ) -> Iterator[list[str]]:
-    """Yield the words of `weft quickstart` with models that lack their weights.
+    """Yield the arguments of `weft quickstart` with stand-ins for models not yet converted.
 
-    These are in a temporary folder. In what is printed in the context, and in errors, the paths
-    are those of the models that will be in `folder`.
+    The stand-ins lack their weights and are in a temporary folder. In the output and the errors of
+    the context, their paths are replaced by those of the future models in `folder`.
     """
     with TemporaryDirectory(prefix="weft-easylm-") as temporary:
-        own = Path(temporary) / CONVERTED
+        stand_ins = Path(temporary) / CONVERTED
         options = dict(translated.options)
         for role, conversion in missing.items():
-            options[f"{role}.path"] = str(conversion.write(own, weights=False))
+            options[f"{role}.path"] = str(conversion.write(stand_ins, weights=False))
         printed = StringIO()
         try:
             with redirect_stdout(printed):
                 yield replace(translated, options=options).format_words()[1:]
         except UserError as error:
-            error.args = (str(error).replace(str(own), str(folder)),)
+            error.args = (str(error).replace(str(stand_ins), str(folder)),)
             raise
-        print(printed.getvalue().replace(str(own), str(folder)), end="", flush=True)
+        print(printed.getvalue().replace(str(stand_ins), str(folder)), end="", flush=True)
 
 
 def check_run(words: Sequence[str], *, starts: bool = True) -> None:
@@ -229,20 +233,22 @@ def check_run(words: Sequence[str], *, starts: bool = True) -> None:
 
 
 def check_devices(experiment: Experiment, mode: str) -> None:
-    """Raise `ConfigError` if this machine lacks the devices or the packages of a run's roles.
+    """Raise `ConfigError` if this machine lacks devices or packages that a run's roles need.
 
-    Several hosts count their devices when all are connected.
+    JAX devices are not counted if there are several hosts: this is possible only after all hosts
+    have connected.
     """
     from weft.engine.backends.jax import build_role_mesh, check_jax
     from weft.launch.cluster import check_ray, get_device_kind
     from weft.launch.resolve import set_up_device
 
-    alone = mode == "local" and experiment.num_devices == 1
-    if not alone:
+    in_process = mode == "local" and experiment.num_devices == 1
+    if not in_process:
         get_device_kind(experiment)
         check_ray(experiment)
-    several = JAX_COORDINATOR in os.environ
-    device = None if several or not alone else str(set_up_device(experiment, alone=True))
+    device = None
+    if in_process and JAX_COORDINATOR not in os.environ:
+        device = str(set_up_device(experiment, in_process=True))
     for role, spec in experiment.roles.items():
         if spec.backend != JAX_BACKEND:
             continue
@@ -269,7 +275,7 @@ def format_overview() -> str:
         ("convert", CONVERTER_SUMMARIES),
         ("evaluate", EVALUATION_SUMMARIES),
     ):
-        lines += ["", title, *(f"  {name:26} {what}" for name, what in commands.items())]
+        lines += ["", title, *(f"  {name:26} {summary}" for name, summary in commands.items())]
     return "\n".join(lines)
 
 
@@ -291,12 +297,12 @@ def format_help(name: str) -> str:
 
 
 def format_default(value: object) -> str:
-    """Return a default as it is typed; line breaks as two characters."""
+    r"""Return a default as it is typed, with line breaks as `\n`."""
     return str(value).replace("\n", "\\n")
 
 
 def describe_rule(command: TrainingCommand, rule: FlagRule) -> str:
-    """Return what a flag is in weft, as one line."""
+    """Return a line that describes the treatment of a flag in weft."""
     if rule.treatment == "refuse":
         return f"refused: {rule.note}"
     if rule.treatment == "ignore":

@@ -1,8 +1,8 @@
-"""Configurations of EasyLM's LLaMA: the standard sizes by name, their changes, and config.json.
+"""Configurations of EasyLM's LLaMA: standard sizes, and conversion from and to config.json.
 
     config = load_llama_config("8b31", "{'max_sequence_length': 4096}")
     to_hf_values(config)                    # config.json of the same network
-    from_hf_values(values)                  # and back
+    from_hf_values(values, label)           # the inverse
 
 This module does not import torch.
 """
@@ -52,7 +52,7 @@ class EasyLMConfig:
     embd_pdrop: float = 0.0
     attn_pdrop: float = 0.0
     tie_word_embeddings: bool = False
-    # activations that are kept for the backward pass
+    # recomputation in the backward pass: one of `REMAT_POLICIES` for each part
     remat_block: str = ""
     remat_attention: str = ""
     remat_mlp: str = ""
@@ -89,9 +89,8 @@ def _build_sizes() -> dict[str, EasyLMConfig]:
         values: dict[str, Any] = {"max_sequence_length": 8192} | more
         return EasyLMConfig(32000, hidden, inner, layers, heads, **values)
 
-    code34 = build(
-        8192, 22016, 48, 64, num_key_value_heads=8, max_sequence_length=16384
-    )  # CodeLlama 34B
+    # CodeLlama 34B
+    code34 = build(8192, 22016, 48, 64, num_key_value_heads=8, max_sequence_length=16384)
     llama70 = build(8192, 28672, 80, 64, num_key_value_heads=8, rms_norm_eps=1e-5)
     llama3: dict[str, Any] = {
         "vocab_size": 128256,
@@ -167,7 +166,7 @@ return_dict_in_generate sep_token_id suppress_tokens task_specific_params temper
 tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
 transformers_version typical_p use_bfloat16
 """
-# what a Hugging Face config.json says of Llama 3.1's positions
+# `rope_scaling` of Llama 3.1 in a Hugging Face config.json
 SCALED_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -176,20 +175,20 @@ SCALED_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 SCALED_POSITIONS = 131072  # context of Llama 3.1
-MOST_SHOWN = 60  # characters of a value in a message
+MAX_SHOWN = 60  # characters of a value in a message
 
 
-# -- names and changes
+# -- loading
 
 
 def load_llama_config(
     text: str, update: str = "", option: str = "load_llama_config"
 ) -> EasyLMConfig:
-    """Return the configuration of a standard size, or of `json::FILE`, with changes.
+    """Return the configuration of a standard size or of `json::FILE`, with the changes in `update`.
 
-    An empty text means EasyLM's defaults, the sizes of 7B. `update` is a dictionary as a Python
-    literal, such as `{'vocab_size': 32064}`, or empty. `option` is the name of the flag with
-    `text`, for messages. Raises `ConfigError` for an unknown name, key or value.
+    An empty text means EasyLM's defaults, which are the sizes of 7B. `update` is a dictionary as a
+    Python literal, such as `{'vocab_size': 32064}`, or empty. `option` is the name of the flag that
+    has the value `text`, for messages. Raises `ConfigError` for an unknown name, key or value.
     """
     kind, separator, path = text.partition("::")
     if not text:
@@ -205,19 +204,19 @@ def load_llama_config(
         )
     else:
         near = find_nearest(text, LLAMA_STANDARD_CONFIGS)
-        same = _find_same_number(text)
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         else:
             hint = f"known are {', '.join(LLAMA_STANDARD_CONFIGS)}, and json::FILE"
-        if same and not near:
-            hint = f"{hint}; did you mean {' or '.join(same)}?"
+            same_number = _find_same_number(text)
+            if same_number:
+                hint = f"{hint}; did you mean {' or '.join(same_number)}?"
         raise ConfigError(f"{option}={text}: unknown size; {hint}")
     config = _check_config(config, f"{option}={text}")
     if not update:
         return config
     updating = option.replace("load_", "update_") if "load_" in option else "update_llama_config"
-    label = f"{updating}={shorten(update, MOST_SHOWN)}"
+    label = f"{updating}={shorten(update, MAX_SHOWN)}"
     return change_config(config, parse_dictionary(update, label), label)
 
 
@@ -231,7 +230,7 @@ def _find_same_number(text: str) -> list[str]:
 
 
 def parse_dictionary(text: str, label: str) -> dict[str, Any]:
-    """Return the dictionary that a Python literal stands for, without evaluating the text.
+    """Parse a dictionary written as a Python literal, without evaluating the text.
 
     `dict(key=value)` is accepted too. `label` begins error messages.
     """
@@ -254,7 +253,7 @@ def parse_dictionary(text: str, label: str) -> dict[str, Any]:
 
 
 def change_config(config: EasyLMConfig, changes: Mapping[str, Any], label: str) -> EasyLMConfig:
-    """Return a configuration with some values changed.
+    """Return a copy of a configuration with the values in `changes`.
 
     Raises `ConfigError` for a key or a value that EasyLM's configuration does not have; the message
     begins with `label`.
@@ -270,7 +269,7 @@ def change_config(config: EasyLMConfig, changes: Mapping[str, Any], label: str) 
             accepted = (float, int)
         if type(value) not in accepted:
             names = " or ".join(each.__name__ for each in accepted).replace("NoneType", "None")
-            text = shorten(repr(value), MOST_SHOWN)
+            text = shorten(repr(value), MAX_SHOWN)
             raise ConfigError(f"{label}: {key}={text}: must be of type {names}")
     return _check_config(replace(config, **changes), label)
 
@@ -328,7 +327,7 @@ def _check_config(config: EasyLMConfig, label: str) -> EasyLMConfig:
 
 
 def check_trainable(config: EasyLMConfig, label: str) -> None:
-    """Raise `ConfigError` for a setting that changes training and that weft's Llama lacks."""
+    """Raise `ConfigError` for a training setting that weft's Llama does not have."""
     for name in ("resid_pdrop", "embd_pdrop", "fcm_min_ratio", "fcm_max_ratio"):
         if getattr(config, name):
             raise ConfigError(
@@ -343,8 +342,8 @@ def check_trainable(config: EasyLMConfig, label: str) -> None:
 def to_hf_values(config: EasyLMConfig) -> dict[str, Any]:
     """Return the config.json of the same network, as a causal language model.
 
-    `max_position_embeddings` is `max_sequence_length`, and the whole context of Llama 3.1 if its
-    scaled positions are used.
+    `max_position_embeddings` is `max_sequence_length` or, with the scaled positions of Llama 3.1,
+    at least the 131,072 tokens of its context.
     """
     positions = config.max_sequence_length
     if config.use_scaled_rope:
@@ -382,7 +381,8 @@ def from_hf_values(values: Mapping[str, Any], label: str) -> EasyLMConfig:
     def require(key: str, accepted: tuple[Any, ...]) -> None:
         if values.get(key) not in accepted:
             raise CheckpointError(
-                f"{label}: {key}={values.get(key)!r}: EasyLM's LLaMA has {key}={accepted[-1]!r} only"
+                f"{label}: {key}={values.get(key)!r}: EasyLM's LLaMA has {key}={accepted[-1]!r} "
+                f"only"
             )
 
     require("model_type", ("llama",))
@@ -427,7 +427,7 @@ def from_hf_values(values: Mapping[str, Any], label: str) -> EasyLMConfig:
 
 
 def find_size_differences(config: EasyLMConfig, other: EasyLMConfig) -> list[str]:
-    """Return the sizes in which two configurations differ, such as `hidden_size=4096, not 5120`."""
+    """Return the differing sizes of two configurations, such as `hidden_size=4096, not 5120`."""
     differing = []
     for key in SIZES:
         if getattr(config, key) != getattr(other, key):
@@ -436,7 +436,10 @@ def find_size_differences(config: EasyLMConfig, other: EasyLMConfig) -> list[str
 
 
 def describe_flags(config: EasyLMConfig) -> str:
-    """Return the flags with which EasyLM loads weights with this configuration."""
+    """Return the flags with which EasyLM loads weights of this configuration.
+
+    They name the standard size with the fewest differences.
+    """
 
     def find_changes(name: str) -> dict[str, Any]:
         standard = LLAMA_STANDARD_CONFIGS[name]

@@ -1,8 +1,9 @@
-"""EasyLM's commands for its weight files: `COMMANDS[NAME](argv)` runs one and returns its exit code.
+"""EasyLM's commands for its weight files.
 
-Flags and defaults are EasyLM's, as are both spellings `--flag=value` and `--flag value`. An empty
-value means that the flag is not set. A few flags more than EasyLM has are marked in the help texts.
-No accelerator and no jax are needed, and one tensor is in memory at a time.
+`COMMANDS[NAME](argv)` runs a command and returns its exit code. Flags and defaults are EasyLM's, as
+are both spellings `--flag=value` and `--flag value`. An empty value means that the flag is not set.
+Help texts mark the flags that EasyLM does not have. The commands need neither an accelerator nor
+jax, and have one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ FLOAT_DTYPES = {
     "fp64": "float64",
     "float64": "float64",
 }
-MOST_NAMES = 4  # names of tensors in a message
 TRUE = ("true", "t", "yes", "y", "1")
 FALSE = ("false", "f", "no", "n", "0")
 CHECKPOINT = (
@@ -137,9 +137,9 @@ def convert_torch_to_easylm(argv: Sequence[str]) -> int:
 
 
 def convert_checkpoint(argv: Sequence[str]) -> int:
-    """Write the weights of a checkpoint again: as a single msgpack value, or in another dtype.
+    """Copy the weights of a checkpoint, as a single msgpack value or in another dtype.
 
-    A file that lacks a weight of a LLaMA model, or has another one, is refused.
+    A file that lacks a weight of a LLaMA model, or has an additional one, is refused.
     """
     from weft.compat.easylm.checkpoints import write_copy
     from weft.compat.easylm.streams import find_source
@@ -164,8 +164,8 @@ def compare_checkpoints(argv: Sequence[str]) -> int:
 
     Differences are computed in float32 and rounded to float_dtype. Of weights in bf16, the
     difference in fp32 gives the target back exactly, except for weights that differ from the base
-    by a factor of more than 2**16. A file that lacks a weight of a LLaMA model, or has another one,
-    is refused.
+    by a factor of more than 2**16. A file that lacks a weight of a LLaMA model, or has an
+    additional one, is refused.
     """
     from weft.compat.easylm.checkpoints import write_difference
     from weft.compat.easylm.streams import find_source
@@ -207,13 +207,13 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def _check_complete(source: StreamSource, *, tied: bool) -> None:
-    """Raise `CheckpointError` unless a file has exactly the weights of a LLaMA of some size.
+    """Raise `CheckpointError` unless a file has exactly the weights of a LLaMA model of some size.
 
-    A stream that was cut between two tensors is valid msgpack, so that only the names show it. The
-    file must have the layers 0, 1, ... as far as its number of layers reaches, and a head unless
-    the model is `tied`.
+    A stream that was cut short between two tensors is still valid msgpack, so the names are
+    compared: the layers must be numbered 0, 1, ... without gaps, and there must be a head unless
+    the embedding is `tied`.
     """
-    from weft.compat.easylm.checkpoints import LM_HEAD, SCORE, list_weights
+    from weft.compat.easylm.checkpoints import LM_HEAD, SCORE, format_names, list_weights
     from weft.compat.easylm.streams import TensorStream
 
     names = list(TensorStream(source).tensors)
@@ -229,9 +229,9 @@ def _check_complete(source: StreamSource, *, tied: bool) -> None:
     extra = [name for name in names if name not in expected]
     problems = []
     if missing:
-        problems.append(f"lacks {_shorten(missing)}")
+        problems.append(f"lacks {format_names(missing)}")
     if extra:
-        problems.append(f"has {_shorten(extra)}")
+        problems.append(f"has {format_names(extra)}")
     if not problems:
         return
     fix = "copy it again if it was cut short"
@@ -243,11 +243,6 @@ def _check_complete(source: StreamSource, *, tied: bool) -> None:
         f"{source}: {' and '.join(problems)}, unlike a LLaMA model with {len(layers)} "
         f"layer{'' if len(layers) == 1 else 's'}; {fix}"
     )
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
 
 
 # -- flags
@@ -281,7 +276,7 @@ def _add_switch(parser: CommandParser, name: str, default: bool, text: str) -> N
 def _parse(
     parser: CommandParser, argv: Sequence[str], required: Sequence[str]
 ) -> argparse.Namespace:
-    """Return the values of the flags.
+    """Return the values of the flags, with defaults for flags that are not set.
 
     Raises `ConfigError` for an unknown flag, an invalid value, or a flag in `required` without a
     value.
@@ -325,7 +320,7 @@ def _get_dtype(name: str) -> Any:
 
 
 def _check_output(text: str, flag: str) -> Path:
-    """Return the path to write to. Raises `ConfigError` if there is something already."""
+    """Return the path to write to. Raises `ConfigError` if it exists and isn't an empty folder."""
     refuse_url(text, f"--{flag}={text}", ConfigError)
     path = Path(text).expanduser()
     if flag == "output_dir" and path.is_dir() and not any(path.iterdir()):
@@ -338,7 +333,10 @@ def _check_output(text: str, flag: str) -> Path:
 
 
 def _report(output: Path, streaming: bool, config: EasyLMConfig | None = None) -> int:
-    """Print the file that was written and how EasyLM loads it. Returns 0, the exit code."""
+    """Print the path of the written file and the flags with which EasyLM loads it.
+
+    Returns 0, the exit code.
+    """
     prefix = "params" if streaming else "flax_params"
     flags = "" if config is None else f" {describe_flags(config)}"
     print(f"wrote {output}; load it with --load_checkpoint={prefix}::{output}{flags}")

@@ -1,10 +1,10 @@
-"""EasyLM's forms of training rows that weft's own dataset types do not read.
+"""EasyLM's dataset types that weft does not have otherwise.
 
 | type | rows |
 |---|---|
-| `preference_json_torch` | `chosen` and `rejected` conversations, of which the last message is trained |
+| `preference_json_torch` | `chosen` and `rejected` conversations; their last messages are trained |
 | `tulu_prompt` | prompts in any of EasyLM's five columns |
-| `hf_prompt` | `instruction` between the texts of the policy, and between those of the reward model |
+| `hf_prompt` | `instruction` between a prefix and a suffix, which can differ for the reward model |
 | `text_fields` | texts and tokens of columns, in order, with and without loss (`TextProcessor`) |
 
 `imports=[weft.compat.easylm.data]` registers them in a run.
@@ -39,7 +39,7 @@ BASE64_TYPES = ("i2", "i4", "i8", "u2", "u4", "u8")
 
 
 def copy_columns(row: Row, used: Sequence[str]) -> dict[str, Any]:
-    """Return the row's columns except those in `used`, as values of JSON."""
+    """Return the row's columns except those in `used`, with values as in JSON."""
     return {name: to_json_value(value) for name, value in row.items() if name not in used}
 
 
@@ -100,9 +100,12 @@ class ConversationPairDataset(TableDataset):
 class TuluPromptEncoder:
     """Row encoder for prompts that the chat template renders, in any of EasyLM's five forms.
 
-    The first of these columns that the row has is the prompt: the text `instruction`; the messages
-    `history_messages`, which end with the user's; `messages` or `conversation`, without the reply
-    that they may end with; `chosen`, without its last message, if the row also has `rejected`.
+    The prompt is read from the first of these columns that the row has:
+
+        instruction             a text
+        history_messages        messages that end with the user's
+        messages, conversation  messages; a reply at the end is left out
+        chosen                  messages without the last one; the row must also have `rejected`
     """
 
     id_key: str = "id"
@@ -113,14 +116,14 @@ class TuluPromptEncoder:
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
         key = find_first_key(row, PROMPT_COLUMNS)
         if key is None or (key == "chosen" and row.get("rejected") is None):
-            columns = ", ".join(PROMPT_COLUMNS[:-1])
-            raise BadRow(f"has no prompt; its columns can be {columns}, or chosen and rejected")
+            names = ", ".join(PROMPT_COLUMNS[:-1])
+            raise BadRow(f"has no prompt; its columns can be {names}, or chosen and rejected")
         messages = self._read_prompt(row, key)
         if not messages or messages[-1]["role"] != "user":
             raise BadRow(f"the prompt in {key!r} must end with a message of the user")
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
-        columns_of_row = copy_columns(row, (key, self.id_key, *REPLIES))
-        return [EncodedSample(ids, metadata={**columns_of_row, MESSAGES: messages}, unused=unused)]
+        columns = copy_columns(row, (key, self.id_key, *REPLIES))
+        return [EncodedSample(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
     def _read_prompt(self, row: Row, key: str) -> list[Message]:
         """Return the messages of the prompt in column `key`, without a reply at the end."""
@@ -147,10 +150,10 @@ class TuluPromptDataset(TableDataset):
 
 @dataclass(frozen=True)
 class InstructionEncoder:
-    """Row encoder for the text `instruction` between `prefix` and `suffix`, which the policy reads.
+    """Row encoder for the text `instruction`, which the policy reads between `prefix` and `suffix`.
 
-    The metadata keeps the text alone, for a reward model with a `prompt_prefix` or `prompt_suffix`
-    of its own.
+    The metadata has the text without them, for a reward model with another `prompt_prefix` or
+    `prompt_suffix`.
     """
 
     prefix: str = "<|user|>\n"
@@ -185,7 +188,7 @@ class InstructionDataset(TableDataset):
 
 @dataclass(frozen=True)
 class TextFieldEncoder:
-    """Row encoder for texts and tokens from several columns, as EasyLM's `TextProcessor`.
+    """Row encoder for texts and tokens from several columns, like EasyLM's `TextProcessor`.
 
     `fields` names the parts of a sequence in order, separated by commas:
 
@@ -197,10 +200,11 @@ class TextFieldEncoder:
         <|123|>     the token with this id
         [part]      any of these, without loss
 
-    A part after the first is stripped and begins with a space, unless the text before it ends with
-    white space. With `fields_from_example`, the parts are named by the text in this column instead.
-    `prepend_text` comes before the text of the first part. `add_bos_token` and `add_eos_token` add
-    these tokens around the sequence, each of them at most once; EOS is trained.
+    A text after the first part is stripped and gets a leading space, unless the previous text ends
+    with white space. With `fields_from_example`, this column has the names of the parts instead of
+    `fields`. `prepend_text` comes before the text of the first part. `add_bos_token` and
+    `add_eos_token` add these tokens to the sequence if it does not already begin or end with them.
+    EOS is trained.
     """
 
     fields: str = "[prompt],completion"
@@ -227,15 +231,15 @@ class TextFieldEncoder:
         tokenizer.require_eos()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[EncodedSample]:
-        listed = self.fields
+        fields = self.fields
         if self.fields_from_example:
-            listed = self._read_column(row, self.fields_from_example)
+            fields = self._read_column(row, self.fields_from_example)
         ids: list[int] = []
         mask: list[bool] = []
         text_before = ""
-        for index, field in enumerate(listed.split(",")):
-            trained = not (field.startswith("[") and field.endswith("]"))
-            name = field if trained else field[1:-1]
+        for index, field in enumerate(fields.split(",")):
+            is_trained = not (field.startswith("[") and field.endswith("]"))
+            name = field if is_trained else field[1:-1]
             if name.startswith("<|") and name.endswith("|>"):
                 tokens = [self._read_token(name[2:-2], tokenizer)]
             elif name.startswith("{") and name.endswith("}"):
@@ -250,7 +254,7 @@ class TextFieldEncoder:
                 tokens = tokenizer.encode(text, bos=False)
                 text_before = text
             ids += tokens
-            mask += [trained] * len(tokens)
+            mask += [is_trained] * len(tokens)
         bos, eos = tokenizer.bos_id, tokenizer.require_eos()
         if self.add_bos_token and bos is not None and ids[:1] != [bos]:
             ids, mask = [bos, *ids], [False, *mask]
@@ -264,7 +268,7 @@ class TextFieldEncoder:
         return read_text(row, name, may_be_empty=True)
 
     def _read_token(self, name: str, tokenizer: Tokenizer) -> int:
-        """Return the id of `bos`, of `eos`, or the id that the text `name` is."""
+        """Return the id of the token `bos` or `eos`, or the id that `name` is as a number."""
         if name == "eos":
             return tokenizer.require_eos()
         if name == "bos":
@@ -278,7 +282,7 @@ class TextFieldEncoder:
         return int(name)
 
     def _decode_tokens(self, row: Row, name: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids that a column holds as base64."""
+        """Return the token ids that a column has as base64."""
         try:
             data = base64.b64decode(self._read_column(row, name), validate=True)
             tokens = np.frombuffer(data, dtype=f"<{self.base64_token_dtype}").tolist()

@@ -1,9 +1,9 @@
-"""EasyLM's script `submit_open_instruct_eval.py`, as `weft eval submit` on Beaker.
+"""Translation of EasyLM's script `submit_open_instruct_eval.py` to `weft eval submit` on Beaker.
 
     weft easylm submit_open_instruct_eval --workspace W --model_name M --location PLACE --is_tuned
 
-The job is patterned off `beaker_configs/default_eval.yaml` in the current folder if there is one,
-else off weft's template. Options of `weft eval submit`, such as --print, may be added.
+The job is based on `beaker_configs/default_eval.yaml` in the current folder or, if there is no such
+file, on weft's template. Options of `weft eval submit`, such as --print, may be added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.redaction import mask_words
 
 TEMPLATE = Path("beaker_configs/default_eval.yaml")
 SUITE = GROUPS["open-instruct"]
-# experiments of EasyLM -> tasks of weft; the first name is spelled so in EasyLM
+# experiments of EasyLM -> tasks of weft (EasyLM misspells truthfulqa)
 RENAMED = {"trutufulqa": "truthfulqa", "xstest": "xstest_judge"}
 OWN_TEMPLATE = "the model's own chat template is used"
 
@@ -72,34 +72,34 @@ def main(words: Sequence[str]) -> int:
 
 
 def translate(words: Sequence[str]) -> list[str]:
-    """Return the words of `weft eval submit` for a command line of EasyLM.
+    """Return the arguments of `weft eval submit` for a command line of EasyLM.
 
     Raises `ConfigError` for an unknown experiment and for a flag that weft lacks.
     """
     end = list(words).index("--") if "--" in words else len(words)
-    given, rest = build_parser().parse_known_args(list(words[:end]))
-    if given.gsm_stop_at_double_newline:
+    parsed, rest = build_parser().parse_known_args(list(words[:end]))
+    if parsed.gsm_stop_at_double_newline:
         raise ConfigError(
             "--gsm_stop_at_double_newline: weft's GSM8K tasks end their answers by their own "
             "rules; leave it out"
         )
-    if not given.workspace:
+    if not parsed.workspace:
         raise ConfigError("--workspace is missing: name the Beaker workspace of the job")
-    translated = ["--system", "beaker", "--workspace", given.workspace]
-    if given.model_name:
-        translated += ["--model_name", given.model_name]
-    if given.location:
-        on_hub = (given.model_name or "").startswith("hf-")  # as in EasyLM
-        translated += ["--location", f"{HUB}{given.location}" if on_hub else given.location]
+    translated = ["--system", "beaker", "--workspace", parsed.workspace]
+    if parsed.model_name:
+        translated += ["--model_name", parsed.model_name]
+    if parsed.location:
+        on_hub = (parsed.model_name or "").startswith("hf-")  # as in EasyLM
+        translated += ["--location", f"{HUB}{parsed.location}" if on_hub else parsed.location]
     flags = {word.partition("=")[0] for word in rest}
     if "--template" not in flags and TEMPLATE.is_file():
         translated += ["--template", str(TEMPLATE)]
-    if given.beaker_image:
-        translated += ["--image", given.beaker_image]
-    if given.beaker_subfolder:
-        translated += ["--subfolder", given.beaker_subfolder]
-    if given.experiments:
-        tasks = [RENAMED.get(name, name) for name in given.experiments]
+    if parsed.beaker_image:
+        translated += ["--image", parsed.beaker_image]
+    if parsed.beaker_subfolder:
+        translated += ["--subfolder", parsed.beaker_subfolder]
+    if parsed.experiments:
+        tasks = [RENAMED.get(name, name) for name in parsed.experiments]
         for name in tasks:
             if name not in SUITE:
                 raise build_unknown_name_error("experiment", name, SUITE)

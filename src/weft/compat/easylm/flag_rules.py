@@ -1,4 +1,4 @@
-"""Rules of EasyLM's flags: their defaults and types, and what weft does with them."""
+"""Rules for EasyLM's flags: default, type and treatment of each flag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ Treatment = Literal["copy", "compute", "ignore", "refuse"]
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Numbers that a flag accepts, checked so that messages name the flag, not weft's option."""
+    """Range of the numbers that a flag accepts.
+
+    The range is checked before the translation, so that messages name the flag and not weft's
+    option.
+    """
 
     at_least: float | None = None
     above: float | None = None
@@ -37,21 +41,20 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class FlagRule:
-    """Meaning of one flag.
+    """Rule for one flag.
 
     Attributes:
-        default: EasyLM's default; its type is that of the values, unless `kind` is given. "" stands
-            for a flag that is not set
-        treatment: "copy" for a flag whose value, or default, is the value of `options`; "compute"
-            for one that the translation reads; "ignore" for one without effect in weft; "refuse"
-            for one of which only the default is accepted
+        default: EasyLM's default, or "" if the flag has none
+        treatment: "copy" if the flag's value or default becomes the value of `options`; "compute"
+            if the translation computes options from it; "ignore" if the flag has no effect in
+            weft; "refuse" if only the default is accepted
         options: weft's options that the flag sets. {model} is the role whose checkpoint the command
             trains, {trained} each trained role, {roles} each role, {algorithm} the group of the
             algorithm's options
         note: remark for the documentation; for "ignore" and "refuse" the reason
-        kind: type of the values, if the default does not have it
-        may_be_empty: True if an empty text is a value, and does not mean that the flag is not set
-        limits: numbers that are accepted; None for all
+        kind: type of the values; None for the type of `default`
+        may_be_empty: True if an empty text is a value. Otherwise, it means that the flag is not set
+        limits: range of accepted numbers; None for all numbers
     """
 
     default: Any
@@ -95,7 +98,7 @@ def refuse(default: Any, note: str, kind: type | None = None) -> FlagRule:
 
 
 COUNT = NumberRange(1)
-LENGTH = NumberRange(2)  # of a sequence with a token to predict
+LENGTH = NumberRange(2)  # length of a sequence, with at least one token to predict
 NOT_NEGATIVE = NumberRange(0)
 POSITIVE = NumberRange(above=0)
 SHARE = NumberRange(0, at_most=1)

@@ -1,9 +1,10 @@
-"""Tables of EasyLM's flags: the default of each, and what it is in weft.
+"""Tables of EasyLM's flags: the default of each flag, and its treatment in weft.
 
-A flag is copied to weft's options, or read by `weft.compat.easylm.translation`, which computes
-them; without effect in weft, which a note says if it is set; or refused with a reason. The flags
-are those of EasyLM's last code and those of its guide that the last code lacks. The page
-docs/coming-from/easylm.md has one row for each flag.
+The value of a flag is either copied to options of weft, or used by
+`weft.compat.easylm.translation` to compute options. Flags without effect in weft lead to a note if
+they are set, and others are refused with a reason. The tables have the flags of EasyLM's last
+version, and flags of its guide that this version lacks. The page docs/coming-from/easylm.md has one
+row for each flag.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ ADAMW_SCHEDULE: Mapping[str, FlagRule] = {
     "optimizer.adamw_optimizer.lr_decay_steps": ignore(500000, ENDS_WITH_RUN),
 }
 
-# PPO and online DPO write over the learning rates of `optimizer.adamw_optimizer`.
+# PPO and online DPO override the learning rates of `optimizer.adamw_optimizer`.
 CONSTANT_RATE: Mapping[str, FlagRule] = {
     "optimizer.accumulate_gradient_steps": compute(
         1, "{algorithm}.mini_batch_size", note="times mini_batch_size", limits=COUNT
@@ -337,19 +338,22 @@ VALIDATION = {
 def list_dataset_flags(types: Sequence[str]) -> dict[str, FlagRule]:
     """Return the flags of `train_dataset` and `eval_dataset` for a command that reads `types`.
 
-    Flags of other types are refused, and so are those of `eval_dataset` that say how rows are read:
-    validation rows are read as training rows. Commands that sample read no validation rows.
+    Flags of other dataset types are refused. Of `eval_dataset`, only the flags for path, lengths
+    and batch size are accepted, because validation rows are read in the same way as training rows.
+    Commands that sample read no validation rows.
     """
     prompts = types == PROMPT_TYPES
     read = {DATASET_TYPES[name][0] for name in types} | {"json_torch_dataset"}
     if not prompts:
         read.add("text_processor")
-    here = ", ".join(types)
+    type_names = ", ".join(types)
     flags = {"train_dataset.type": TRAIN_TYPE}
     for group, rules in GROUPS.items():
         for name, rule in rules.items():
             if group not in read:
-                rule = refuse(rule.default, f"not for this command, which reads {here}", rule.kind)
+                rule = refuse(
+                    rule.default, f"not for this command, which reads {type_names}", rule.kind
+                )
             elif prompts and group == "json_torch_dataset" and name == "seq_length":
                 rule = GROUPS["tulu_prompt_dataset"][name]
             flags[f"train_dataset.{group}.{name}"] = rule
@@ -471,7 +475,7 @@ class TrainingCommand:
         roles: all roles
         flags: rule of each flag
         types: dataset types that the script reads
-        changed: defaults of flags that differ from those of other scripts
+        changed: defaults of flags that differ from those in `flags`
     """
 
     quickstart: str
@@ -485,10 +489,11 @@ class TrainingCommand:
 
     @property
     def samples(self) -> bool:
+        """True if the script samples completions during training."""
         return "max_continuation_len" in self.flags
 
     def expand(self, option: str) -> list[str]:
-        """Return the names of weft's options that a name with {roles} and the like stands for."""
+        """Return the names of weft's options for a name with a placeholder such as {roles}."""
         for word, roles in (
             ("{model}", (self.model,)),
             ("{trained}", self.trained),

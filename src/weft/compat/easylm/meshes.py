@@ -1,7 +1,8 @@
-"""The guide's rules on meshes: their product is the number of devices, and minibatches divide.
+"""Checks of meshes by the rules of EasyLM's guide.
 
-A mesh is (dp, fsdp, mp), as in `weft.engine.jax.mesh_sizes`; a size can be -1 if the number of
-devices is not known.
+The product of a mesh's sizes must be the number of devices, and a minibatch must be a multiple of
+dp x fsdp. A mesh is (dp, fsdp, mp), as in `weft.engine.jax.mesh_sizes`. A size can be -1 if the
+number of devices is not known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ COUNT_DEVICES = "import jax; print(jax.device_count())"
 
 
 def choose_backend(chosen: str) -> str:
-    """Return the backend of all roles: `chosen`, or jax if it is installed, else torch."""
+    """Return the backend of all roles: `chosen` or, if that is empty, jax if installed, else torch.
+
+    Raises `ConfigError` for another name.
+    """
     if chosen not in ("", "jax", "torch"):
         raise ConfigError(f"--backend={chosen}: must be jax or torch")
     if chosen:
@@ -29,35 +33,38 @@ def choose_backend(chosen: str) -> str:
 
 
 def count_devices(backend: str, environment: Mapping[str, str]) -> int | None:
-    """Return the number of JAX devices, or of GPUs; None if it is not known before the run starts.
+    """Return the number of JAX devices or of GPUs, or None if it is not known before the run.
 
-    It is not known on one of several hosts, where devices are only counted once all are connected,
-    and on a CPU with torch, where a layout can have any number of processes. JAX is asked in a
-    process of its own, since a TPU belongs to the process that asked for it.
+    With several hosts, devices can be counted only after all hosts have connected. On a CPU with
+    torch, a layout can have any number of processes. JAX counts its devices in a child process,
+    because a TPU belongs to the first process that opens it.
     """
     if backend == "torch":
         import torch
 
         return torch.cuda.device_count() or None
-    several = COORDINATOR in environment or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-    if several or not find_spec("jax"):
+    has_several_hosts = COORDINATOR in environment or "," in environment.get(
+        "TPU_WORKER_HOSTNAMES", ""
+    )
+    if has_several_hosts or not find_spec("jax"):
         return None
-    done = run(
+    result = run(
         [executable, "-c", COUNT_DEVICES],
         env=dict(environment),
         capture_output=True,
         text=True,
         check=False,
     )
-    text = done.stdout.strip().splitlines()[-1:]
-    return int(text[0]) if done.returncode == 0 and text and text[0].isdecimal() else None
+    text = result.stdout.strip().splitlines()[-1:]
+    return int(text[0]) if result.returncode == 0 and text and text[0].isdecimal() else None
 
 
 def check_product(text: str, num_devices: int | None, rows: int | None = None) -> tuple[int, ...]:
-    """Return the sizes of a mesh, in which -1 is replaced if the number of devices is known.
+    """Return the sizes of a mesh, with -1 replaced if the number of devices is known.
 
-    Raises `ConfigError` if the text is no mesh, or if its product is not the number of devices. The
-    message names a mesh whose fsdp divides `rows`, the completions of a minibatch, if they are set.
+    `rows` is the number of completions of a minibatch, if it is known. Raises `ConfigError` if the
+    text is not a mesh, or if the product of its sizes is not the number of devices. The message
+    suggests a mesh whose fsdp divides `rows`.
     """
     try:
         sizes = list(read_sizes(text))
@@ -90,18 +97,19 @@ def check_minibatch(
     *,
     common: int | None = None,
 ) -> None:
-    """Raise `ConfigError` if a minibatch of `rows` completions is no multiple of dp x fsdp.
+    """Raise `ConfigError` if a minibatch of `rows` completions is not a multiple of dp x fsdp.
 
-    The message names the mesh with the largest fsdp, and so the smallest mp, that fits `rows`, or
-    `common`, the greatest common divisor of all minibatches of the command.
+    `common` is the greatest common divisor of the command's minibatches. The message suggests the
+    mesh with the largest fsdp, and so the smallest mp, that divides `common`, or `rows` if `common`
+    is not set.
     """
     dp, fsdp, _ = sizes
     if dp == -1 or fsdp == -1 or rows % (dp * fsdp) == 0:
         return
     devices = num_devices or prod(size for size in sizes if size != -1)
     raise ConfigError(
-        f"--{flag}={rows}: must be a multiple of dp x fsdp = {dp * fsdp} (--mesh_dim={text}); write "
-        f"--mesh_dim={find_mesh(devices, common or rows)}, or another {flag}"
+        f"--{flag}={rows}: must be a multiple of dp x fsdp = {dp * fsdp} (--mesh_dim={text}); "
+        f"write --mesh_dim={find_mesh(devices, common or rows)}, or another {flag}"
     )
 
 

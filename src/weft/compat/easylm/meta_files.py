@@ -1,7 +1,7 @@
-"""Convert the weights of Meta's releases (`consolidated.NN.pth`) to EasyLM's, one at a time.
+"""Convert the weights of Meta's releases (`consolidated.NN.pth`) to files of EasyLM.
 
-A large model is divided among several files, one for each device that Meta's code runs it on. The
-rows of q and k are in the same order in both formats.
+A large model is divided among several files, one for each device on which Meta's code runs it. The
+rows of q and k are in the same order in both formats. One weight is in memory at a time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _open_meta(folder: Path) -> list[dict[str, Tensor]]:
 
 
 def _read_meta_config(folder: Path, shards: Sequence[Mapping[str, Tensor]]) -> EasyLMConfig:
-    """Return the configuration in params.json; sizes that are not in it are those of tensors."""
+    """Return the configuration in params.json, with missing sizes read from the tensors' shapes."""
     file = folder / "params.json"
     params = read_object(file, str(file), CheckpointError)
     for name in (EMBEDDING, GATE):
@@ -91,7 +91,8 @@ def _read_meta_config(folder: Path, shards: Sequence[Mapping[str, Tensor]]) -> E
             raise CheckpointError(f"{folder}: {name} is missing, or is not a matrix")
     values = {own: params[key] for own, key in PARAMS.items() if params.get(key) is not None}
     embeddings = [shard[EMBEDDING].shape for shard in shards]
-    # The embedding is divided by words, or by columns: then each file has a row for every word.
+    # The embedding is divided either by columns, so that each file has a row for every token id, or
+    # by rows.
     if embeddings[0][1] == params.get("dim"):
         values["vocab_size"] = sum(shape[0] for shape in embeddings)
     else:
@@ -107,10 +108,11 @@ def _read_meta_config(folder: Path, shards: Sequence[Mapping[str, Tensor]]) -> E
 def _plan_merge(
     folder: Path, place: WeightPlace, shards: Sequence[Mapping[str, Tensor]]
 ) -> int | None:
-    """Return the axis along which the parts of a weight are joined; None: all files have it whole.
+    """Return the axis along which to join a weight's parts, or None if each file has all of it.
 
-    Matrices are divided by rows or by columns, and the embedding in either way: by columns in
-    Llama 1 and 2, by rows since Llama 3. The shapes decide.
+    The axis follows from the shapes. Matrices are divided by rows or by columns, and the embedding
+    by columns in Llama 1 and 2, and by rows since Llama 3. Raises `CheckpointError` if the parts do
+    not make up the weight.
     """
     missing = [index for index, shard in enumerate(shards) if place.meta not in shard]
     if missing:
@@ -127,6 +129,6 @@ def _plan_merge(
         if tuple(joined) == place.hf_shape and len(others) == 1:
             return axis
     raise CheckpointError(
-        f"{folder}: {place.meta} has the shapes {', '.join(map(str, shapes))}, which do not join to "
-        f"{place.hf_shape}"
+        f"{folder}: {place.meta} has the shapes {', '.join(map(str, shapes))}, which do not join "
+        f"to {place.hf_shape}"
     )

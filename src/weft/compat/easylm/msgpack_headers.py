@@ -1,13 +1,14 @@
-"""Headers of msgpack values, read from and written to files without their contents.
+"""Reader and writer of the headers of msgpack values.
 
 A msgpack value is a header (its kind and size) and, for texts, bytes and extensions, that many
-bytes. The library `msgpack` returns whole values, which takes three copies of a tensor in memory.
-This module reads and writes the headers, so that the bytes of a tensor are skipped, or are copied
-between a file and the tensor.
+bytes of content. The library `msgpack` returns values with their contents, which takes three copies
+of a tensor in memory. This module handles only the headers. The bytes of a tensor are skipped, or
+copied directly between the file and the tensor.
 
     cursor = MessageCursor(file, "PATH", 0, size)
-    cursor.read("array")                  # number of entries
-    cursor.read_name(); cursor.skip(nbytes)
+    cursor.read("array", "an entry")      # number of elements
+    cursor.read_name("a key")
+    cursor.skip(num_bytes)
     pack("array", 2) + pack_text("transformer")
 
 Specification: github.com/msgpack/msgpack, spec.md.
@@ -25,22 +26,23 @@ LONGEST_TEXT = 200  # bytes; longer names occur in damaged files only
 
 
 class KindCodes(NamedTuple):
-    """First bytes of a kind of value.
+    """Header bytes of a kind of value.
 
-    Sizes up to `most_fixed` are added to the byte `fixed`. For larger ones, a byte of `sized` comes
-    first, followed by the size in big-endian order in as many bytes as the pair says.
+    If the size is at most `max_fixed`, the header is the single byte `fixed` + size. Otherwise, it
+    is the code of a pair (code, width) in `sized`, followed by the size as a big-endian integer of
+    `width` bytes.
     """
 
     fixed: int
-    most_fixed: int
+    max_fixed: int
     sized: tuple[tuple[int, int], ...]
 
 
 class MessageHeader(NamedTuple):
     """Kind and size of a value.
 
-    `size` is the number of bytes, of entries, or the integer itself. `tag` is the type code of an
-    extension.
+    `size` is the number of bytes of a text, binary or extension, the number of elements of an array
+    or of pairs of a map, or the integer itself. `tag` is the type code of an extension.
     """
 
     kind: Kind
@@ -57,8 +59,8 @@ CODES: dict[Kind, KindCodes] = {
     "extension": KindCodes(0xC7, -1, ((0xC7, 1), (0xC8, 2), (0xC9, 4))),
 }
 FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # code -> bytes
-# Values that streams of weights contain only in skipped entries: signed integers, floats; nil and
-# booleans.
+# Values that occur only in skipped entries of weight streams: code -> bytes of signed integers and
+# floats, and the codes of nil and Booleans.
 NUMBERS = {0xCA: 4, 0xCB: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 CONSTANTS = (0xC0, 0xC2, 0xC3)
 SIZED: dict[int, tuple[Kind, int]] = {
@@ -69,8 +71,9 @@ SIZED: dict[int, tuple[Kind, int]] = {
 class MessageCursor:
     """Position in a file of msgpack values.
 
-    Nothing at or after the byte `end` is read. `where` is the beginning of error messages. All
-    methods raise `CheckpointError` for a file that is cut short or damaged.
+    Bytes at and after the position `end` are not read. Error messages begin with `where`, and the
+    argument `label` of a method names the value in them. All methods raise `CheckpointError` for a
+    file that is cut short or damaged.
     """
 
     def __init__(self, file: BinaryIO, where: str, position: int, end: int) -> None:
@@ -86,37 +89,37 @@ class MessageCursor:
             f"copied completely"
         )
 
-    def check_room(self, size: int, what: str) -> None:
-        """Raise `CheckpointError` if fewer than `size` bytes are left. `what` needs the bytes."""
+    def check_room(self, size: int, label: str) -> None:
+        """Raise `CheckpointError` if fewer than the `size` bytes of a value are left."""
         room = self.end - self.position
         if size > room:
-            raise self.fail(f"{what} takes {size:,} bytes, and {room:,} are left")
+            raise self.fail(f"{label} takes {size:,} bytes, and {room:,} are left")
 
-    def read_bytes(self, size: int, what: str = "a value") -> bytes:
-        self.check_room(size, what)
+    def read_bytes(self, size: int, label: str = "a value") -> bytes:
+        self.check_room(size, label)
         content = self.file.read(size)
         if len(content) < size:
             raise self.fail("the file ended while it was read")
         self.position += size
         return content
 
-    def skip(self, size: int, what: str = "a value") -> int:
+    def skip(self, size: int, label: str = "a value") -> int:
         """Skip `size` bytes and return the position of the first one."""
-        self.check_room(size, what)
+        self.check_room(size, label)
         start = self.position
         self.position += size
         self.file.seek(self.position)
         return start
 
     def move_to(self, position: int) -> None:
-        """Move back to an earlier position, or to the end of a value that was read."""
+        """Move to an earlier position, or to the end of a value that was read."""
         self.position = position
         self.file.seek(position)
 
     def read_header(self) -> MessageHeader:
         code = self.read_bytes(1)[0]
         for kind, codes in CODES.items():
-            if codes.fixed <= code <= codes.fixed + codes.most_fixed:
+            if codes.fixed <= code <= codes.fixed + codes.max_fixed:
                 return MessageHeader(kind, code - codes.fixed)
         if code in FIXED_EXTENSIONS:
             return MessageHeader("extension", FIXED_EXTENSIONS[code], self.read_bytes(1)[0])
@@ -132,41 +135,39 @@ class MessageCursor:
         self.position -= 1
         raise self.fail(f"0x{code:02x} begins no msgpack value")
 
-    def read(self, kind: Kind, what: str) -> int:
-        """Read the header of a value of this kind, and return its size.
-
-        `what` says what the value is, for messages.
-        """
+    def read(self, kind: Kind, label: str) -> int:
+        """Read the header of a value of the given kind, and return its size."""
         start = self.position
         header = self.read_header()
         if header.kind != kind:
             self.position = start
-            raise self.fail(f"{what} is of kind {header.kind}, not {kind}")
+            raise self.fail(f"{label} is of kind {header.kind}, not {kind}")
         return header.size
 
-    def read_name(self, what: str) -> str:
-        """Read a text without slashes and line breaks; `what` says what it names, for messages.
+    def read_name(self, label: str) -> str:
+        """Read a text without slashes and line breaks.
 
-        Bytes are accepted too, as old versions of msgpack wrote texts as bytes.
+        A value of the kind "binary" is accepted too, because old versions of msgpack wrote texts
+        so.
         """
         start = self.position
         header = self.read_header()
         if header.kind not in ("text", "binary") or header.size > LONGEST_TEXT:
             self.position = start
-            raise self.fail(f"{what} is of kind {header.kind}, size {header.size:,}, not a name")
+            raise self.fail(f"{label} is of kind {header.kind}, size {header.size:,}, not a name")
         try:
-            text = self.read_bytes(header.size, what).decode()
+            text = self.read_bytes(header.size, label).decode()
         except UnicodeDecodeError:
-            raise self.fail(f"{what} is not UTF-8 text") from None
+            raise self.fail(f"{label} is not UTF-8 text") from None
         if not text.isprintable() or "/" in text:
-            raise self.fail(f"{what} is {text!r}, not a name")
+            raise self.fail(f"{label} is {text!r}, not a name")
         return text
 
 
 def pack(kind: Kind, size: int, tag: int = 0) -> bytes:
     """Return the shortest header of a value, as the library `msgpack` writes it."""
     codes = CODES[kind]
-    if size <= codes.most_fixed:
+    if size <= codes.max_fixed:
         return bytes([codes.fixed + size])
     if kind == "extension" and size in FIXED_EXTENSIONS.values():
         return bytes([0xD4 + size.bit_length() - 1, tag])

@@ -1,6 +1,6 @@
-"""EasyLM's scripts that other commands of weft replace: what to write for each of their flags.
+"""EasyLM's scripts without a `weft easylm` command, with the replacement of each of their flags.
 
-`weft easylm llama_serve ...` is refused with these texts, which docs/coming-from/easylm.md has too.
+`weft easylm llama_serve ...` is refused with these texts. docs/coming-from/easylm.md has them too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CONVERTED = "of `convert_easylm_to_hf`"
 REQUEST = "field `{}` of a request"
 PROMPT = "write it into the texts of a request"
 TEMPLATE = "the chat template of the model"
-# flags of the client with which the scripts of evaluations reach `llama_serve`
+# flags of the client with which EasyLM's evaluation scripts call `llama_serve`
 CLIENT: Mapping[str, tuple[Any, str]] = {
     "lm_client.url": ("http://localhost:5007", "the model is named in place of a server"),
     "lm_client.batch_size": (1, "`--batch`, in tokens"),
@@ -26,14 +26,14 @@ CLIENT: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class OtherScript:
-    """One script.
+    """Script of EasyLM that another command of weft replaces.
 
     Attributes:
-        instead: What to write in its place.
-        flags: EasyLM's default of each flag, and what replaces the flag.
+        replacement: The command to write instead, as a phrase for messages.
+        flags: (EasyLM's default, replacement) of each flag.
     """
 
-    instead: str
+    replacement: str
     flags: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
@@ -121,7 +121,7 @@ def find_other_script(name: str) -> OtherScript | None:
 
 
 def build_replaced_error(name: str, script: OtherScript, words: Sequence[str]) -> ConfigError:
-    """Return the error that says what to write in place of a script, and of the flags in `words`."""
+    """Return the error that names the replacements of a script and of its flags in `words`."""
     replaced = []
     for word in words:
         flag = word.partition("=")[0].removeprefix("--")
@@ -132,5 +132,5 @@ def build_replaced_error(name: str, script: OtherScript, words: Sequence[str]) -
             hint = f"; did you mean --{close[0]}?" if close else ""
             return ConfigError(f"{name}: unknown flag '--{flag}'{hint}")
         replaced.append(f"--{flag}: {script.flags[flag][1]}")
-    text = "; ".join([f"{name}: not a command of weft; {script.instead}", *replaced])
+    text = "; ".join([f"{name}: not a command of weft; {script.replacement}", *replaced])
     return ConfigError(text.replace("`", ""))

@@ -1,10 +1,11 @@
-"""Models for training: Hugging Face directories that are made of streams, and used again.
+"""Models for training: Hugging Face directories that are converted from streams once and reused.
 
     prepare_model("params::FILE", "7b", "", tokenizer, folder)       # folder/FILE@0123456789ab
 
-The name of a directory depends on what it is made of, and not on where or when: a stream that is
-copied again, or read on another machine, has a directory of the same name. The configuration of a
-run records this name without the path (`weft.storage.copies`), so that the run can be resumed.
+The name of a directory depends only on the contents of the stream and the tokenizer and on the
+settings. If the stream is copied again or read on another machine, the name stays the same. The
+configuration of a run records this name without the path (`weft.storage.copies`), so that the run
+can be resumed.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from weft.reading import explain_read_errors
 from weft.storage.copies import VERSION_DIGITS
 from weft.writing import write
 
-BLOCK_BYTES = 1 << 14  # of the beginning, middle and end of each tensor, by which files differ
+# size of the blocks at the beginning, middle and end of each tensor that identify a file
+BLOCK_BYTES = 1 << 14
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-STAND_IN = "model.safetensors"  # empty file in place of weights, which a plan does not read
+STAND_IN = "model.safetensors"  # empty file in place of the weights, which plans do not read
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """Plan of the directory `name` that `prepare_model` writes.
 
-    `stream` is None for a model without weights. `settings` are written beside the model.
+    `stream` is None for a model without weights. `settings` are written to the directory.
     """
 
     stream: TensorStream | None
@@ -65,7 +67,7 @@ def locate_model(
     *,
     is_reward_model: bool = False,
 ) -> Path:
-    """Return the directory that `prepare_model` returns for these values, without writing it."""
+    """Return the directory that `prepare_model` returns for the same arguments, without writing."""
     head: Head = "score" if is_reward_model else "lm"
     return folder / _plan_model(load_checkpoint, config, update, tokenizer, head).name
 
@@ -80,14 +82,14 @@ def prepare_model(
     is_reward_model: bool = False,
     weights: bool = True,
 ) -> Path:
-    """Return a Hugging Face directory below `folder` with the model that flags of EasyLM name.
+    """Return a Hugging Face directory below `folder` with the model that EasyLM's flags describe.
 
-    `load_checkpoint`, `config` and `update` are the values of `load_checkpoint`,
+    `load_checkpoint`, `config` and `update` are the values of the flags `load_checkpoint`,
     `load_llama_config` and `update_llama_config`. The weights of a train state are used, but not
-    its optimizer. Without a checkpoint, the directory has a configuration and a tokenizer only, for
-    `init_from_scratch`. Without `weights`, an empty file stands for them, which is enough for a
-    plan. A directory is used again for a checkpoint and a tokenizer with the same contents and for
-    the same settings. Raises `UserError` for a checkpoint or settings that cannot be used.
+    its optimizer. Without a checkpoint, the directory has only a configuration and a tokenizer, for
+    `init_from_scratch`. Without `weights`, an empty file replaces them, which is enough for a plan.
+    An existing directory is reused if the contents of the checkpoint and the tokenizer and the
+    settings are the same. Raises `UserError` for a checkpoint or settings that cannot be used.
     """
     head: Head = "score" if is_reward_model else "lm"
     plan = _plan_model(load_checkpoint, config, update, tokenizer, head)
@@ -100,9 +102,15 @@ def prepare_model(
         else:
             source = plan.stream.source
             if source.kind == "trainstate":
-                print(f"load_checkpoint={source}: the optimizer starts anew", file=sys.stderr)
-            own = tokenizer or None
-            write_hf(source, plan.config, target, head=head, tokenizer=own, settings=plan.settings)
+                print(f"load_checkpoint={source}: its optimizer state is not used", file=sys.stderr)
+            write_hf(
+                source,
+                plan.config,
+                target,
+                head=head,
+                tokenizer=tokenizer or None,
+                settings=plan.settings,
+            )
     except OSError:
         if not (target / hf_io.CONFIG).is_file():  # another process may have been faster
             raise
@@ -110,7 +118,7 @@ def prepare_model(
 
 
 def _write_without_weights(plan: ModelPlan, tokenizer: str | None, target: Path) -> None:
-    """Write configuration, tokenizer and settings, after a check of the shapes in the stream."""
+    """Check the shapes in the stream, and write the configuration, tokenizer and settings."""
     dtype = torch.float32
     if plan.stream is not None:
         check_weights(plan.stream, plan.config, plan.head)
@@ -129,14 +137,14 @@ def _write_without_weights(plan: ModelPlan, tokenizer: str | None, target: Path)
 def _plan_model(
     load_checkpoint: str, config: str, update: str, tokenizer: str | None, head: Head
 ) -> ModelPlan:
-    wanted = load_llama_config(config, update)
-    check_trainable(wanted, f"load_llama_config={config} update_llama_config={update}")
+    network = load_llama_config(config, update)
+    check_trainable(network, f"load_llama_config={config} update_llama_config={update}")
     stream = None
     if load_checkpoint:
         stream = TensorStream(find_source(load_checkpoint, value=head == "score"))
     content: dict[str, object] = {
         "checkpoint": _compute_digest(stream) if stream is not None else "",
-        "config": asdict(wanted),
+        "config": asdict(network),
         "tokenizer_files": _describe_tokenizer(tokenizer or ""),
         "head": head,
     }
@@ -148,14 +156,15 @@ def _plan_model(
         "tokenizer": tokenizer or "",
         **content,
     }
-    return ModelPlan(stream, wanted, head, settings, f"{stem}@{key}")
+    return ModelPlan(stream, network, head, settings, f"{stem}@{key}")
 
 
 def _compute_digest(stream: TensorStream) -> str:
-    """Return a hash of the size of a file, and of names, shapes and parts of all its tensors.
+    """Return a hash that identifies a weight file.
 
-    Training changes parts of each tensor that it changes, and all of a file of 26 GB would take
-    minutes at each start.
+    Hashed are the size of the file, and the name, dtype, shape and three blocks of each tensor.
+    Training changes values everywhere in a tensor, so blocks are enough to tell files apart.
+    Hashing all bytes of a file of 26 GB would take minutes at each start.
     """
     digest = hashlib.sha256()
     source = stream.source
@@ -171,13 +180,13 @@ def _compute_digest(stream: TensorStream) -> str:
 
 
 def _describe_tokenizer(tokenizer: str) -> dict[str, str]:
-    """Return the name of a tokenizer on the hub, or the hashes of its files by their names."""
+    """Return what identifies a tokenizer: its name on the hub, or the hash of each of its files."""
     if not tokenizer:
         return {}
     place = Path(copy_tokenizer(tokenizer)).expanduser()
     if not place.exists():
         return {"hub": tokenizer}
-    # A sentencepiece file adds BOS, and a folder with the same file says itself what it adds.
+    # With a bare sentencepiece file, texts begin with BOS. A folder has its own setting for that.
     described = {"kind": "file" if place.is_file() else "folder"}
     for file in [place] if place.is_file() else sorted(place.iterdir()):
         is_read = file.suffix in TOKENIZER_SUFFIXES and not file.name.startswith(".")

@@ -1,18 +1,18 @@
 """Read and write EasyLM's weight files with one tensor in memory, without jax and flax.
 
     stream = TensorStream(find_source("params::out/streaming_params_20384"))
-    stream.tensors["transformer/h/0/attention/wq/kernel"].shape     # nothing is read yet
+    stream.tensors["transformer/h/0/attention/wq/kernel"].shape     # no tensor is read yet
     stream.read("transformer/h/0/attention/wq/kernel")
     write_tensors(path, layouts, tensors, streaming=True)
 
 A stream is a sequence of msgpack values [key, data], one for each tensor. The key is a list such as
-[transformer, h, 0, attention, wq, kernel]. `data` are bytes: an extension of type 1, which contains
-[shape, name of the dtype, bytes of the tensor]. Of a tensor of more than 2**30 bytes they are a map
-{__msgpack_chunked_array__, shape, chunks} instead, whose chunks are flat tensors. In a train state,
-the keys of the weights begin with params/params.
+[transformer, h, 0, attention, wq, kernel]. `data` is a binary value that contains another msgpack
+value: an extension of type 1 with [shape, name of the dtype, bytes of the tensor] or, if the tensor
+has more than 2**30 bytes, a map {__msgpack_chunked_array__, shape, chunks} whose chunks are flat
+tensors. In a train state, the keys of the weights begin with params/params.
 
-The other form (`flax_params::`) is one msgpack value: nested maps, with such extensions or maps as
-leaves.
+The other file format (`flax_params::`) is a single msgpack value: nested maps whose leaves are the
+same extensions or maps.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNKED = "__msgpack_chunked_array__"
 ARRAY = 1  # type of flax's extension for arrays
-SCALAR = 3  # and for scalars of numpy
+SCALAR = 3  # type of flax's extension for numpy scalars
 TRUE = b"\xc3"
-CHUNK_BYTES = 2**30  # larger tensors are split
-MOST_DIMS = 8
-MOST_LEVELS = 32
-# first bytes of files that are easily taken for a stream -> what they are
+CHUNK_BYTES = 2**30  # larger tensors are split into chunks
+MAX_DIMS = 8
+MAX_LEVELS = 32
+# first bytes of files that users may mistake for a stream -> problem for the message
 OTHER_FILES = {
     b"PK\x03\x04": "is a zip archive, such as a checkpoint of PyTorch",
     b"\x1f\x8b": "is compressed by gzip; decompress it",
@@ -109,10 +109,10 @@ class StreamTensor:
 def find_source(text: str, option: str = "load_checkpoint", *, value: bool = False) -> StreamSource:
     """Return the file that a checkpoint such as `params::DIR/streaming_params_100` names.
 
-    If the path is a folder, the file is the one of the highest step in it. With `value`, files of
-    critics (`value_streaming_params`) come first. Without a prefix, the name of the file says what
-    it contains. Raises `ConfigError` for an unknown prefix, and `CheckpointError` if there is no
-    such file. Messages begin with `option`. A file in a bucket is copied to this machine.
+    If the path is a folder, the result is its file of the highest step. With `value`, files of
+    critics (`value_streaming_params`) are preferred. Without a prefix, the kind follows from the
+    name of the file. A file in a bucket is copied to this machine. Raises `ConfigError` for an
+    unknown prefix, and `CheckpointError` if there is no such file; messages begin with `option`.
     """
     kind, separator, rest = text.partition("::")
     label = f"{option}={text}"
@@ -136,7 +136,10 @@ def find_source(text: str, option: str = "load_checkpoint", *, value: bool = Fal
 
 
 def _copy_source(url: str, kind: str, label: str, *, value: bool) -> Path:
-    """Return a copy of a weight file in a bucket; in a folder, of the one of the highest step."""
+    """Copy a weight file from a bucket, or the file of the highest step of a folder in a bucket.
+
+    Returns the path of the copy.
+    """
     bucket = BucketFolder.open(url, label, CheckpointError)
     with explain_store_errors(label, CheckpointError):
         names = bucket.list_files()
@@ -152,9 +155,7 @@ def _find_newest(names: Collection[str], kind: str, label: str, *, value: bool) 
     at each save, is used if no file has a step.
     """
     stems = {"": (PARAMS, TRAIN_STATE), "params": (PARAMS,), "flax_params": (PARAMS,)}
-    candidates = []
-    for stem in stems.get(kind, (TRAIN_STATE,)):
-        candidates.append(stem)
+    candidates = list(stems.get(kind, (TRAIN_STATE,)))
     if value:
         candidates = [*(VALUE + stem for stem in candidates), *candidates]
     for stem in candidates:
@@ -182,14 +183,14 @@ def open_stream(path: Path) -> BinaryIO:
 class TensorStream:
     """Tensors in a weight file of EasyLM.
 
-    The constructor reads everything but the bytes of the tensors. It raises `CheckpointError` if
-    the file is cut short, damaged or of another kind. Names are keys joined by slashes, without
-    `params/params/`.
+    The constructor reads everything except the bytes of the tensors. It raises `CheckpointError` if
+    the file is cut short, damaged or of another kind. A tensor's name is its key, joined by
+    slashes, without `params/params/`.
 
     Attributes:
         source: the file
         tensors: tensors by name, in the order of the file
-        bytes_read: number of bytes of tensors that `read` has read
+        bytes_read: total number of bytes that `read` has read
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -223,7 +224,7 @@ class TensorStream:
             )
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, in the dtype of the file."""
+        """Read and return a tensor, in the dtype of the file."""
         stored = self.tensors[name]
         tensor = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
         content: Any = tensor.view(torch.uint8).numpy().data
@@ -242,14 +243,14 @@ class TensorStream:
         return tensor.reshape(stored.shape)
 
     def _read_entry(self, cursor: MessageCursor, prefix: str) -> None:
-        """Read the entry [key, data] of one tensor. Tensors of other parts are skipped."""
+        """Read the entry [key, data] of one tensor. Skip it if its key lacks the prefix."""
         start = cursor.position
         if cursor.read("array", "an entry of the stream") != 2:
             cursor.position = start
             raise cursor.fail("an entry of the stream is not a pair of a key and a tensor")
         levels = cursor.read("array", "a key")
-        if not 1 <= levels <= MOST_LEVELS:
-            raise cursor.fail(f"a key has {levels:,} names, and 1 to {MOST_LEVELS} are expected")
+        if not 1 <= levels <= MAX_LEVELS:
+            raise cursor.fail(f"a key has {levels:,} names, and 1 to {MAX_LEVELS} are expected")
         name = "/".join([cursor.read_name("a name of a key") for _ in range(levels)])
         size = cursor.read("binary", f"the value of {name}")
         if not name.startswith(prefix):
@@ -266,8 +267,8 @@ class TensorStream:
     def _read_tree(self, cursor: MessageCursor, key: tuple[str, ...]) -> None:
         """Read the nested maps of tensors below `key`."""
         name = "/".join(key)
-        if len(key) > MOST_LEVELS:
-            raise cursor.fail(f"{name} is nested deeper than {MOST_LEVELS} levels")
+        if len(key) > MAX_LEVELS:
+            raise cursor.fail(f"{name} is nested deeper than {MAX_LEVELS} levels")
         start = cursor.position
         header = cursor.read_header()
         if header.kind != "map" or _is_chunked(cursor, header.size):
@@ -286,7 +287,7 @@ class TensorStream:
 def _check_start(start: bytes, where: str, *, single: bool) -> None:
     """Raise `CheckpointError` if the first bytes of a file show that it is of another kind.
 
-    `single` says whether a single msgpack value is expected (`flax_params::`).
+    With `single`, a single msgpack value is expected (`flax_params::`), otherwise a stream.
     """
     if not start:
         raise CheckpointError(f"{where}: the file is empty; copy it again")
@@ -317,7 +318,7 @@ def _is_chunked(cursor: MessageCursor, size: int) -> bool:
 
 
 def _read_tensor(cursor: MessageCursor, name: str) -> StreamTensor:
-    """Read the value of a tensor, but not its bytes."""
+    """Read the value of a tensor, without the tensor's bytes."""
     start = cursor.position
     header = cursor.read_header()
     if header.kind == "extension":
@@ -353,7 +354,7 @@ def _read_tensor(cursor: MessageCursor, name: str) -> StreamTensor:
 
 
 def _read_array(cursor: MessageCursor, name: str, size: int, tag: int) -> StreamTensor:
-    """Read the contents of flax's extension for a tensor. `size` and `tag` are in its header."""
+    """Read flax's extension for a tensor after its header, which had `size` and `tag`."""
     if tag not in (ARRAY, SCALAR):
         raise cursor.fail(f"the value of {name} is an extension of type {tag}, not a tensor")
     cursor.check_room(size, name)
@@ -381,9 +382,9 @@ def _read_array(cursor: MessageCursor, name: str, size: int, tag: int) -> Stream
 def _read_shape(
     cursor: MessageCursor, name: str, length: int, *, numbered: bool = False
 ) -> tuple[int, ...]:
-    """Read a shape of `length` dimensions; with `numbered`, the index precedes each of them."""
-    if length > MOST_DIMS:
-        raise cursor.fail(f"{name} has {length:,} dimensions, more than {MOST_DIMS}")
+    """Read a shape of `length` dimensions. With `numbered`, its index precedes each dimension."""
+    if length > MAX_DIMS:
+        raise cursor.fail(f"{name} has {length:,} dimensions, more than {MAX_DIMS}")
     shape = []
     for index in range(length):
         if numbered:
@@ -393,7 +394,7 @@ def _read_shape(
 
 
 def _check_index(cursor: MessageCursor, name: str, index: int) -> None:
-    """Read the key of an entry in a list that is stored as a map, and check that it is `index`."""
+    """Read a key of a list that is stored as a map. Raise `CheckpointError` if it isn't `index`."""
     key = cursor.read_name(f"an index of {name}")
     if key != str(index):
         raise cursor.fail(f"{name} has the index {key!r} in place of {index}")
@@ -412,9 +413,10 @@ def write_tensors(
     """Write tensors as a stream, or as a single msgpack value if `streaming` is False.
 
     `layouts` maps the name of each tensor to its dtype and shape, and `tensors` yields the tensors
-    in the same order. A single value is a tree, so that its names must be sorted. The bytes are
-    those that EasyLM would write. The file appears under its name when it is complete. Raises
-    `RunError` if writing fails, and `ConfigError` for a tensor that is too large for msgpack.
+    in the same order. For a single value, which is a tree, names must be sorted. The result is
+    byte for byte the file that EasyLM would write. `path` is replaced only once the file is
+    complete. Raises `RunError` if writing fails, and `ConfigError` for a tensor that is too large
+    for msgpack.
     """
     headers = {}
     for name, (dtype, shape) in layouts.items():
@@ -450,7 +452,7 @@ def _explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _plan_pieces(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[bytes, int]]:
-    """Return (header, number of bytes after it) for each contiguous part of a tensor's value."""
+    """Return (header, number of tensor bytes after it) for each part of a tensor's value."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(f"{name} is {dtype}, which a stream cannot store; set --float_dtype")
     count = math.prod(shape)
@@ -473,7 +475,7 @@ def _plan_pieces(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[
 
 
 def _pack_array(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return everything of flax's extension for a tensor up to the tensor's bytes."""
+    """Return flax's extension for a tensor, without the tensor's bytes at its end."""
     size = math.prod(shape) * dtype.itemsize
     content = pack("array", 3) + pack("array", len(shape))
     for length in shape:
@@ -496,7 +498,8 @@ def _open_entries(headers: Mapping[str, Sequence[tuple[bytes, int]]]) -> dict[st
 def _open_subtrees(names: Sequence[str]) -> dict[str, bytes]:
     """Return the bytes before the value of each tensor in a single msgpack value.
 
-    They are the tensor's key and, at the first tensor of each subtree, the header of the subtree.
+    They are the last part of the tensor's key, preceded by the headers and keys of the subtrees
+    that begin with this tensor.
     """
     children: dict[tuple[str, ...], set[str]] = {}
     for name in names:
@@ -504,15 +507,15 @@ def _open_subtrees(names: Sequence[str]) -> dict[str, bytes]:
         for level, part in enumerate(key):
             children.setdefault(key[:level], set()).add(part)
     openings = {}
-    begun = set[tuple[str, ...]]()
+    opened = set[tuple[str, ...]]()
     for name in names:
         key = tuple(name.split("/"))
         opening = b""
         for level, part in enumerate(key):
-            if key[:level] not in begun:
-                begun.add(key[:level])
+            if key[:level] not in opened:
+                opened.add(key[:level])
                 opening += pack("map", len(children[key[:level]]))
-            if key[: level + 1] not in begun:
+            if key[: level + 1] not in opened:
                 opening += pack_text(part)
         openings[name] = opening
     return openings

@@ -38,18 +38,19 @@ class KeyMapping:
     """Result of mapping the keys of an Open-Assistant configuration to weft options.
 
     The configuration is merged from several sections, and later sections override earlier ones.
-    `ranks` maps each key to the position of the section from which its value was taken.
+    `values` maps Open-Assistant's keys to their values, without null values. `ranks` maps each key
+    to the position of the section from which its value was taken. `own_options` has the options of
+    weft that the user also sets.
     """
 
     config: RunConfig
-    values: Mapping[str, Any]  # null values left out
+    values: Mapping[str, Any]
     ranks: Mapping[str, int]
-    # weft's own options that are also set
-    given: Mapping[str, Any] = field(default_factory=dict)
+    own_options: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, MappedOption] = field(default_factory=dict)
     # note -> keys that it applies to
     notes: dict[str, list[str]] = field(default_factory=dict)
-    rejections: list[tuple[str, str]] = field(default_factory=list)  # (key, what is wrong)
+    rejections: list[tuple[str, str]] = field(default_factory=list)  # (key, error message)
     key: str = IMPLIED  # key being mapped
     known: frozenset[str] = frozenset()  # the options of the experiment
 
@@ -62,7 +63,9 @@ class KeyMapping:
 
     @property
     def data_ranks(self) -> int:
-        ranks = count_data_ranks(OverrideTranslation(self.config, self.known), dict(self.given))
+        ranks = count_data_ranks(
+            OverrideTranslation(self.config, self.known), dict(self.own_options)
+        )
         if isinstance(ranks, int) and not isinstance(ranks, bool):
             return ranks
         return 1
@@ -81,9 +84,9 @@ class KeyMapping:
         """Set an option of the run to `value`.
 
         If two Open-Assistant keys set the same option, the key from the later section takes
-        precedence. `target` is the name of the option. In it, `{model}` stands for every trained
-        role, `{first}` for the main role, `{algorithm}` for the group of the algorithm's options,
-        and `{gen}` for the group of the sampling options. `off` is the value that has no effect. If
+        precedence. `target` is the name of the option. `{model}` in it is replaced by each trained
+        role, `{first}` by the main role, `{algorithm}` by the group of the algorithm's options, and
+        `{gen}` by the group of the sampling options. `off` is the value that has no effect. If
         `value` equals `off` and the experiment does not have the option, nothing is set.
         """
         config = self.config
@@ -105,15 +108,16 @@ class KeyMapping:
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
-    def add_note(self, why: str) -> None:
-        keys = self.notes.setdefault(why, [])
+    def add_note(self, note: str) -> None:
+        """Add a note on the current key for the user."""
+        keys = self.notes.setdefault(note, [])
         if self.key not in keys:
             keys.append(self.key)
 
-    def reject(self, value: Any, why: str) -> None:
-        self.rejections.append(
-            (self.key, f"{self.key.removeprefix(TRLX_PREFIX)}={format_yaml_value(value)}: {why}")
-        )
+    def reject(self, value: Any, reason: str) -> None:
+        """Record that weft does not support the current key with this value."""
+        name = self.key.removeprefix(TRLX_PREFIX)
+        self.rejections.append((self.key, f"{name}={format_yaml_value(value)}: {reason}"))
 
     def check_boolean(self, value: Any) -> bool:
         """Return `value` if it is a Boolean; otherwise record an error and return False."""
@@ -122,10 +126,10 @@ class KeyMapping:
         self.reject(value, "must be true or false")
         return False
 
-    def is_valid_number(self, value: Any, least: float = 0.0) -> bool:
-        """Return whether `value` is a number of at least `least`; if not, record an error."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-            self.reject(value, f"must be a number, at least {least:g}")
+    def is_valid_number(self, value: Any, minimum: float = 0.0) -> bool:
+        """Return whether `value` is a number of at least `minimum`; if not, record an error."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum:
+            self.reject(value, f"must be a number, at least {minimum:g}")
             return False
         return True
 
@@ -141,11 +145,11 @@ def format_yaml_value(value: Any) -> str:
 class KeyRule:
     """Rule for translating one of Open-Assistant's keys.
 
-    `says` describes the rule in the documentation. `modes` are the trainers that read the key: sft,
-    rm or rl.
+    `description` is the rule's text in the documentation. `modes` are the trainers that read the
+    key: sft, rm or rl.
     """
 
-    says: str
+    description: str
     rule: Callable[[KeyMapping, Any], None]
     modes: Sequence[str] = (SFT, RM)
 
@@ -158,35 +162,36 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """
     return KeyRule(
         f"`{_format_target(target)}`",
-        lambda done, value: done.set_option(target, value, off=off),
+        lambda mapping, value: mapping.set_option(target, value, off=off),
         modes or (SFT, RM),
     )
 
 
-def ignore_with_note(why: str, *modes: str) -> KeyRule:
+def ignore_with_note(reason: str, *modes: str) -> KeyRule:
     """Return a rule for a key that has no effect in weft.
 
-    If the key is set, the user is shown the note `why`, which gives the reason. `modes` are the
-    trainers that read the key; by default, all of them.
+    If the key is set, the user is shown the note `reason`. `modes` are the trainers that read the
+    key; by default, all of them.
     """
     return KeyRule(
-        f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)
+        f"nothing: {reason}",
+        lambda mapping, value: mapping.add_note(reason),
+        modes or (SFT, RM, RL),
     )
 
 
-def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
+def reject_unless(reason: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
     """Return the rule for a key that weft supports only with one of the `allowed` values.
 
-    An allowed value sets no option. For any other value, an error with the reason `why` is
-    recorded.
+    An allowed value sets no option. For any other value, an error with `reason` is recorded.
     """
 
-    def apply_rule(done: KeyMapping, value: Any) -> None:
+    def apply_rule(mapping: KeyMapping, value: Any) -> None:
         if value not in allowed:
-            done.reject(value, why)
+            mapping.reject(value, reason)
 
     return KeyRule(
-        f"refused unless {' or '.join(format_yaml_value(each) for each in allowed)}: {why}",
+        f"refused unless {' or '.join(format_yaml_value(each) for each in allowed)}: {reason}",
         apply_rule,
         modes,
     )
@@ -221,7 +226,10 @@ SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")
 # hf_dataset_name of oasst_export -> name of the dataset fetched from there
 HUB_DATASETS = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
 VALID_SPLIT = 0.2  # Open-Assistant's default evaluation share
-ENTRY_SYNTAX = "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) indented below it"
+ENTRY_SYNTAX = (
+    "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) "
+    "indented below it"
+)
 
 
 class InvalidDatasetEntry(Exception):
@@ -231,8 +239,8 @@ class InvalidDatasetEntry(Exception):
     reason.
     """
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
         self.index = index
 
 
@@ -278,23 +286,25 @@ def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[
     `InvalidDatasetEntry` for an unknown hf_dataset_name.
     """
     source: dict[str, Any] = {"named": name}
-    given = {}
+    set_parameters = {}
     for key, value in parameters.items():
         if value is not None:
-            given[str(key)] = value
-    if "data_path" in given and "input_file_path" in given:
-        given["path"] = _join_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
-    hub = given.pop("hf_dataset_name", None)
+            set_parameters[str(key)] = value
+    if "data_path" in set_parameters and "input_file_path" in set_parameters:
+        set_parameters["path"] = _join_folder(
+            str(set_parameters.pop("data_path")), str(set_parameters.pop("input_file_path"))
+        )
+    hub = set_parameters.pop("hf_dataset_name", None)
     # a local file is preferred to the hub
-    if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():
+    if hub is not None and not {"path", "data_path", "input_file_path"} & set_parameters.keys():
         if hub not in HUB_DATASETS:
             raise InvalidDatasetEntry(
                 index,
-                f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB_DATASETS)}; give another as "
-                f"data_path, a copy",
+                f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB_DATASETS)}; give another "
+                f"as data_path, a copy",
             )
         source["named"] = HUB_DATASETS[hub] if name == "oasst_export" else name
-    for key, value in given.items():
+    for key, value in set_parameters.items():
         if key in PARAMETERS:
             source[PARAMETERS[key]] = value
         elif key in SOURCE_KEYS:

@@ -49,15 +49,17 @@ DEFAULT_LOSSES = ("cross_entropy", "ranking")
 METRICS = ("accuracy", "kendalltau", "spearmanr")
 PREFIX = "prefix-tuning"
 PREFIX_TOKENS = 30
-WORDS = (
+PREFIX_FORMAT_NOTE = (
     "a prefix leaves the model as it is, without added tokens, so dialogues have zephyr's form, "
     "in words; for a model that has "
     "Open-Assistant's tokens write model.tokenizer.chat_template=oasst"
 )
-PROJECTION = "the prefix's keys and values are trained themselves, without a projection"
-LORA = {"r": ("r", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
+PREFIX_PROJECTION_NOTE = "the prefix's keys and values are trained themselves, without a projection"
+# key of peft_config -> (option of weft, Open-Assistant's default)
+LORA_OPTIONS = {"r": ("r", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
-LINEAR = {
+# layer names in target_modules -> names of weft
+LORA_TARGETS = {
     "q_proj": "q",
     "k_proj": "k",
     "v_proj": "v",
@@ -68,48 +70,48 @@ LINEAR = {
 }
 MIXING_PROBABILITY = 0.4  # probability that samples_mixing joins two short samples
 # tokens that mark the turns of a dialogue
-TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
+TURN_TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
 # For tokenizers without an end token: part of the model's name -> (padding, end).
 UNNAMED_END = {"galactica": ("<pad>", "</s>")}
 PROJECTS = {SFT: "supervised-finetuning", RM: "reward-model", RL: "rlhf"}
 
 
-def _map_dtype(done: KeyMapping, value: Any) -> None:
+def _map_dtype(mapping: KeyMapping, value: Any) -> None:
     if value not in DTYPES:
-        done.reject(value, f"must be one of {', '.join(DTYPES)}")
+        mapping.reject(value, f"must be one of {', '.join(DTYPES)}")
         return
-    done.set_option("{model}.dtype", DTYPES[value])
+    mapping.set_option("{model}.dtype", DTYPES[value])
 
 
-def _map_epochs(done: KeyMapping, value: Any) -> None:
-    if not done.is_valid_number(value):
+def _map_epochs(mapping: KeyMapping, value: Any) -> None:
+    if not mapping.is_valid_number(value):
         return
     if value > 1 and value != int(value):
-        done.reject(
+        mapping.reject(
             value,
             f"epochs are whole above 1; write {math.floor(value)} or {math.ceil(value)}, or set "
             f"max_steps",
         )
     else:
-        done.set_option("total_train_epochs", max(1, int(value)))
+        mapping.set_option("total_train_epochs", max(1, int(value)))
     if value <= 0:
-        done.reject(value, "must be above 0")
+        mapping.reject(value, "must be above 0")
 
 
-def _map_saving(done: KeyMapping, value: Any) -> None:
+def _map_saving(mapping: KeyMapping, value: Any) -> None:
     """Map save_strategy and save_steps to the interval between checkpoints."""
-    strategy = done.get("save_strategy", "steps")
-    steps = done.get("save_steps")
+    strategy = mapping.get("save_strategy", "steps")
+    steps = mapping.get("save_steps")
     if strategy not in ("no", "steps", "epoch"):
-        done.with_key("save_strategy").reject(strategy, "must be no, steps or epoch")
+        mapping.with_key("save_strategy").reject(strategy, "must be no, steps or epoch")
     elif strategy == "epoch":
-        done.with_key("save_strategy").set_option("save_freq_epochs", 1)
+        mapping.with_key("save_strategy").set_option("save_freq_epochs", 1)
     elif strategy == "steps" and steps is not None:
-        later = max(("save_steps", "save_strategy"), key=lambda key: done.ranks.get(key, -1))
-        done.with_key(later).set_option("save_freq_steps", steps)
+        later = max(("save_steps", "save_strategy"), key=lambda key: mapping.ranks.get(key, -1))
+        mapping.with_key(later).set_option("save_freq_steps", steps)
 
 
-def _map_datasets(done: KeyMapping, value: Any) -> None:
+def _map_datasets(mapping: KeyMapping, value: Any) -> None:
     """Map the keys `datasets` and `datasets_extra`, in this order, to `dataset.sources`.
 
     Validation sets are limited to `eval_size` rows and, in RL, also to `num_eval_prompts` rows. If
@@ -117,138 +119,143 @@ def _map_datasets(done: KeyMapping, value: Any) -> None:
     """
     entries = []
     for key in ("datasets", "datasets_extra"):
-        if not done.get(key):
+        if not mapping.get(key):
             continue
         try:
-            entries += convert_entries(done.get(key))
+            entries += convert_entries(mapping.get(key))
         except InvalidDatasetEntry as bad:
             place = key if bad.index < 0 else f"{key}[{bad.index}]"
-            done.rejections.append((place, f"{place}: {bad}"))
+            mapping.rejections.append((place, f"{place}: {bad}"))
     limits = [
-        done.get(key) for key in ("eval_size", *(("num_eval_prompts",) if done.mode == RL else ()))
+        mapping.get(key)
+        for key in ("eval_size", *(("num_eval_prompts",) if mapping.mode == RL else ()))
     ]
     for key, limit in zip(("eval_size", "num_eval_prompts"), limits, strict=False):
-        if limit is not None and done.with_key(key).is_valid_number(limit) and limit:
+        if limit is not None and mapping.with_key(key).is_valid_number(limit) and limit:
             entries = limit_validation(entries, int(limit))
-    share = done.get("num_train_epochs", 1)
-    if done.mode != RL and isinstance(share, float) and 0 < share < 1:
+    share = mapping.get("num_train_epochs", 1)
+    if mapping.mode != RL and isinstance(share, float) and 0 < share < 1:
         try:
             entries = scale_entries(entries, share)
         except InvalidDatasetEntry as bad:
-            done.rejections.append(
+            mapping.rejections.append(
                 (
                     f"datasets[{bad.index}]",
                     f"num_train_epochs={share} of datasets[{bad.index}]: {bad}",
                 )
             )
     if entries:
-        later = max(("datasets", "datasets_extra"), key=lambda key: done.ranks.get(key, -1))
-        done.with_key(later).set_option("dataset.sources", entries)
+        later = max(("datasets", "datasets_extra"), key=lambda key: mapping.ranks.get(key, -1))
+        mapping.with_key(later).set_option("dataset.sources", entries)
 
 
-def _map_loss(done: KeyMapping, value: Any) -> None:
-    loss = LOSSES.get((done.mode, value))
+def _map_loss(mapping: KeyMapping, value: Any) -> None:
+    loss = LOSSES.get((mapping.mode, value))
     if loss is None:
-        known = [name for mode, name in LOSSES if mode == done.mode]
-        if any(name == value for _, name in LOSSES) and done.ranks.get("loss_fn", -1) >= 0:
-            done.reject(
+        known = [name for mode, name in LOSSES if mode == mapping.mode]
+        if any(name == value for _, name in LOSSES) and mapping.ranks.get("loss_fn", -1) >= 0:
+            mapping.reject(
                 value,
-                f"is not a loss of weft quickstart {done.config.algorithm}; write "
+                f"is not a loss of weft quickstart {mapping.config.algorithm}; write "
                 f"{' or '.join(known)}",
             )
         else:
-            done.reject(value, f"must be one of {', '.join(name for _, name in LOSSES)}")
-    elif done.config.algorithm in ("sft", "rw"):
-        done.set_option(loss[0], loss[1], off=loss[1] if loss[1] in DEFAULT_LOSSES else None)
+            mapping.reject(value, f"must be one of {', '.join(name for _, name in LOSSES)}")
+    elif mapping.config.algorithm in ("sft", "rw"):
+        mapping.set_option(loss[0], loss[1], off=loss[1] if loss[1] in DEFAULT_LOSSES else None)
     else:
-        done.add_note(f"the loss is that of {done.config.algorithm}")
+        mapping.add_note(f"the loss is that of {mapping.config.algorithm}")
 
 
-def _map_poly_eps(done: KeyMapping, value: Any) -> None:
-    if done.is_valid_number(value) and done.get("loss_fn") in ("PolyLoss", "Poly"):
-        done.set_option("sft.poly_eps", value)
+def _map_poly_eps(mapping: KeyMapping, value: Any) -> None:
+    if mapping.is_valid_number(value) and mapping.get("loss_fn") in ("PolyLoss", "Poly"):
+        mapping.set_option("sft.poly_eps", value)
 
 
-def _map_wandb(done: KeyMapping, value: Any) -> None:
-    if not done.check_boolean(value):
+def _map_wandb(mapping: KeyMapping, value: Any) -> None:
+    if not mapping.check_boolean(value):
         return
     if importlib.util.find_spec("wandb") is None:
-        done.add_note(
+        mapping.add_note(
             "wandb is not installed, so metrics are only in the run's files; pip install "
             "wandb, or log_wandb=false"
         )
         return
-    done.set_option("logger.wandb.mode", "online")
-    done.set_option("logger.wandb.project", PROJECTS[done.mode])
+    mapping.set_option("logger.wandb.mode", "online")
+    mapping.set_option("logger.wandb.project", PROJECTS[mapping.mode])
 
 
-def _map_system_prefix(done: KeyMapping, value: Any) -> None:
-    if done.check_boolean(value):
-        if done.get("system_prefix"):
-            done.set_option("dataset.system_prefix", done.get("system_prefix"))
+def _map_system_prefix(mapping: KeyMapping, value: Any) -> None:
+    if mapping.check_boolean(value):
+        if mapping.get("system_prefix"):
+            mapping.set_option("dataset.system_prefix", mapping.get("system_prefix"))
         else:
-            done.reject(value, "needs a system_prefix")
+            mapping.reject(value, "needs a system_prefix")
 
 
-def _map_mixing(done: KeyMapping, value: Any) -> None:
-    done.set_option(
-        "dataset.sample_mixing", MIXING_PROBABILITY if done.check_boolean(value) else 0.0, off=0.0
+def _map_mixing(mapping: KeyMapping, value: Any) -> None:
+    mapping.set_option(
+        "dataset.sample_mixing",
+        MIXING_PROBABILITY if mapping.check_boolean(value) else 0.0,
+        off=0.0,
     )
 
 
-def _map_reward_model(done: KeyMapping, value: Any) -> None:
-    if done.check_boolean(value) and done.mode == SFT:
-        done.reject(value, "weft quickstart sft trains no reward model; write weft quickstart rw")
+def _map_reward_model(mapping: KeyMapping, value: Any) -> None:
+    if mapping.check_boolean(value) and mapping.mode == SFT:
+        mapping.reject(
+            value, "weft quickstart sft trains no reward model; write weft quickstart rw"
+        )
 
 
-def _map_quantization(done: KeyMapping, value: Any) -> None:
-    done.set_option(
+def _map_quantization(mapping: KeyMapping, value: Any) -> None:
+    mapping.set_option(
         "{model}.optimizer.state_dtype",
-        "8bit" if done.check_boolean(value) else "float32",
+        "8bit" if mapping.check_boolean(value) else "float32",
         off="float32",
     )
 
 
-def _map_int8(done: KeyMapping, value: Any) -> None:
-    if done.check_boolean(value):
-        done.set_option("{model}.quantize", "8bit")
+def _map_int8(mapping: KeyMapping, value: Any) -> None:
+    if mapping.check_boolean(value):
+        mapping.set_option("{model}.quantize", "8bit")
 
 
-def _freeze(done: KeyMapping, value: Any) -> None:
-    if done.is_valid_number(value):
-        done.set_option("{first}.freeze_layers", value or None, off=None)
+def _map_freeze_layer(mapping: KeyMapping, value: Any) -> None:
+    if mapping.is_valid_number(value):
+        mapping.set_option("{first}.freeze_layers", value or None, off=None)
 
 
-def _map_lima(done: KeyMapping, value: Any) -> None:
-    if done.check_boolean(value) and done.get("residual_dropout"):
-        done.set_option("{model}.residual_dropout_lima", True)
+def _map_lima(mapping: KeyMapping, value: Any) -> None:
+    if mapping.check_boolean(value) and mapping.get("residual_dropout"):
+        mapping.set_option("{model}.residual_dropout_lima", True)
 
 
-def _map_peft(done: KeyMapping, value: Any) -> None:
+def _map_peft(mapping: KeyMapping, value: Any) -> None:
     """Map peft_model, peft_type and peft_config to the options of LoRA or prefix tuning."""
-    if not done.check_boolean(value):
+    if not mapping.check_boolean(value):
         return
-    settings = done.get("peft_config", {})
+    settings = mapping.get("peft_config", {})
     if not isinstance(settings, Mapping):
-        done.with_key("peft_config").reject(settings, "must be a group of keys")
+        mapping.with_key("peft_config").reject(settings, "must be a group of keys")
         return
-    kind = _get_peft_type(done)
+    kind = _get_peft_type(mapping)
     if kind == PREFIX:
-        _map_prefix(done, settings)
+        _map_prefix(mapping, settings)
         return
     if kind != "lora":
-        done.with_key("peft_type").reject(
+        mapping.with_key("peft_type").reject(
             kind, f"weft trains low-rank adapters and prefixes; write lora or {PREFIX}"
         )
         return
-    for key, (name, default) in LORA.items():
-        at = done.with_key(f"peft_config.{key}") if key in settings else done
-        at.set_option(f"{{model}}.lora.{name}", settings.get(key, default))
-    _map_targets(done.with_key("peft_config"), settings)
-    known = {*LORA, "peft_type", "target_modules", "bias", "task_type", "modules_to_save"}
+    for key, (name, default) in LORA_OPTIONS.items():
+        keyed = mapping.with_key(f"peft_config.{key}") if key in settings else mapping
+        keyed.set_option(f"{{model}}.lora.{name}", settings.get(key, default))
+    _map_targets(mapping.with_key("peft_config"), settings)
+    known = {*LORA_OPTIONS, "peft_type", "target_modules", "bias", "task_type", "modules_to_save"}
     for key in settings:
         if key not in known:
-            done.rejections.append(
+            mapping.rejections.append(
                 (
                     f"peft_config.{key}",
                     f"peft_config.{key}={settings[key]!r}: weft's {kind} has no such setting",
@@ -256,26 +263,26 @@ def _map_peft(done: KeyMapping, value: Any) -> None:
             )
 
 
-def _get_peft_type(done: KeyMapping) -> Any:
+def _get_peft_type(mapping: KeyMapping) -> Any:
     """Return the adapter type, by default "lora", or None if peft_model is disabled."""
-    settings = done.get("peft_config", {})
+    settings = mapping.get("peft_config", {})
     inner = settings.get("peft_type") if isinstance(settings, Mapping) else None
-    if done.check_boolean(done.get("peft_model") or False):
-        return inner or done.get("peft_type", "lora")
+    if mapping.check_boolean(mapping.get("peft_model") or False):
+        return inner or mapping.get("peft_type", "lora")
     return None
 
 
-def _map_prefix(done: KeyMapping, settings: Mapping[str, Any]) -> None:
+def _map_prefix(mapping: KeyMapping, settings: Mapping[str, Any]) -> None:
     """Map the settings of prefix tuning.
 
     If the number of prefix tokens is not set, Open-Assistant's default is used.
     """
     if "num_virtual_tokens" in settings:
-        at = done.with_key("peft_config.num_virtual_tokens")
+        keyed = mapping.with_key("peft_config.num_virtual_tokens")
     else:
-        at = done
-    at.set_option("{model}.prefix.num_tokens", settings.get("num_virtual_tokens", PREFIX_TOKENS))
-    done.with_key("peft_type").add_note(PROJECTION)
+        keyed = mapping
+    keyed.set_option("{model}.prefix.num_tokens", settings.get("num_virtual_tokens", PREFIX_TOKENS))
+    mapping.with_key("peft_type").add_note(PREFIX_PROJECTION_NOTE)
     for key in settings.keys() - {
         "num_virtual_tokens",
         "prefix_projection",
@@ -283,47 +290,49 @@ def _map_prefix(done: KeyMapping, settings: Mapping[str, Any]) -> None:
         "peft_type",
         "task_type",
     }:
-        done.with_key(f"peft_config.{key}").reject(
+        mapping.with_key(f"peft_config.{key}").reject(
             settings[key], f"weft's {PREFIX} has no such setting"
         )
 
 
-def _map_targets(done: KeyMapping, settings: Mapping[str, Any]) -> None:
+def _map_targets(mapping: KeyMapping, settings: Mapping[str, Any]) -> None:
     targets = settings.get("target_modules", "all")
     if targets != "all":
         names = [targets] if isinstance(targets, str) else list(targets)
-        done.set_option(
-            "{model}.lora.targets", [LINEAR.get(str(name), str(name)) for name in names]
+        mapping.set_option(
+            "{model}.lora.targets", [LORA_TARGETS.get(str(name), str(name)) for name in names]
         )
     if settings.get("bias", "none") != "none":
-        done.rejections.append(
+        mapping.rejections.append(
             (
                 "peft_config.bias",
                 f"peft_config.bias={settings['bias']}: biases stay as they are; write none",
             )
         )
     if settings.get("task_type", TASKS[0]) not in TASKS:
-        done.rejections.append(
+        mapping.rejections.append(
             (
                 "peft_config.task_type",
                 f"peft_config.task_type={settings['task_type']}: must be {TASKS[0]}",
             )
         )
     if "modules_to_save" in settings:
-        done.add_note("modules_to_save: what new tokens need is trained and saved with the adapter")
+        mapping.add_note(
+            "modules_to_save: what new tokens need is trained and saved with the adapter"
+        )
 
 
-def _map_rope(done: KeyMapping, value: Any) -> None:
+def _map_rope(mapping: KeyMapping, value: Any) -> None:
     """Map superhot and superhot_config to `rope_scaling`."""
-    if not done.check_boolean(value):
+    if not mapping.check_boolean(value):
         return
-    settings = done.get("superhot_config")
+    settings = mapping.get("superhot_config")
     if not isinstance(settings, Mapping) or settings.get("type") not in (
         "linear",
         "dynamic",
         "ntk",
     ):
-        done.reject(
+        mapping.reject(
             value,
             "needs superhot_config: {type: linear|dynamic, scaling_factor: N} or {type: ntk, "
             "alpha: N}",
@@ -331,29 +340,29 @@ def _map_rope(done: KeyMapping, value: Any) -> None:
         return
     named = {"scaling_factor": "factor"}
     scaling = {named.get(key, key): each for key, each in settings.items()}
-    done.with_key("superhot_config").set_option("{model}.rope_scaling", scaling)
+    mapping.with_key("superhot_config").set_option("{model}.rope_scaling", scaling)
 
 
-def _map_metrics(done: KeyMapping, value: Any) -> None:
+def _map_metrics(mapping: KeyMapping, value: Any) -> None:
     unknown = []
     for name in value if isinstance(value, list) else [value]:
         if name not in METRICS:
             unknown.append(name)
     if unknown:
-        done.reject(value, f"weft measures {' and '.join(METRICS[:2])} of rankings")
+        mapping.reject(value, f"weft measures {' and '.join(METRICS[:2])} of rankings")
     elif "spearmanr" in (value if isinstance(value, list) else [value]):
-        done.add_note("spearmanr: a ranking is measured by kendalltau")
+        mapping.add_note("spearmanr: a ranking is measured by kendalltau")
     else:
-        done.add_note("accuracy and kendalltau are always measured")
+        mapping.add_note("accuracy and kendalltau are always measured")
 
 
-def _map_valid_length(done: KeyMapping, value: Any) -> None:
-    if value != done.get("max_length") and done.is_valid_number(value, 2):
-        done.set_option("dataset.valid_max_seqlen", value)
+def _map_valid_length(mapping: KeyMapping, value: Any) -> None:
+    if value != mapping.get("max_length") and mapping.is_valid_number(value, 2):
+        mapping.set_option("dataset.valid_max_seqlen", value)
 
 
 def _read_with(other: str, *modes: str) -> KeyRule:
-    return KeyRule(f"read with `{other}`", lambda done, value: None, modes or (SFT, RM))
+    return KeyRule(f"read with `{other}`", lambda mapping, value: None, modes or (SFT, RM))
 
 
 SFT_AND_RM = (SFT, RM)
@@ -373,11 +382,11 @@ KEYS: dict[str, KeyRule] = {
     "gradient_checkpointing": map_to_option("{model}.gradient_checkpointing"),
     "gradient_accumulation_steps": KeyRule(
         "`dataset.train_bs_n_seqs`, times `per_device_train_batch_size` and data-parallel ranks",
-        lambda done, value: done.set_option("gradient_accumulation_steps", value),
+        lambda mapping, value: mapping.set_option("gradient_accumulation_steps", value),
     ),
     "per_device_train_batch_size": KeyRule(
         "`dataset.train_bs_n_seqs`, times `gradient_accumulation_steps` and data-parallel ranks",
-        lambda done, value: done.set_option("per_device_train_batch_size", value),
+        lambda mapping, value: mapping.set_option("per_device_train_batch_size", value),
     ),
     "per_device_eval_batch_size": map_to_option("dataset.valid_bs_n_seqs"),
     "dtype": KeyRule(
@@ -403,7 +412,7 @@ KEYS: dict[str, KeyRule] = {
         "more of `dataset.sources`, behind `datasets`", _map_datasets, (*SFT_AND_RM, RL)
     ),
     "eval_size": KeyRule(
-        "`max_valid` of every source", lambda done, value: None, (*SFT_AND_RM, RL)
+        "`max_valid` of every source", lambda mapping, value: None, (*SFT_AND_RM, RL)
     ),
     "loss_fn": KeyRule(
         "CrossEntropyLoss, PolyLoss: `sft.loss_type`; RMLoss, RMCLSLoss: `rw.loss_type`", _map_loss
@@ -422,7 +431,7 @@ KEYS: dict[str, KeyRule] = {
         _map_reward_model,
         (*SFT_AND_RM, RL),
     ),
-    "freeze_layer": KeyRule("`MODEL.freeze_layers`", _freeze),
+    "freeze_layer": KeyRule("`MODEL.freeze_layers`", _map_freeze_layer),
     "quantization": KeyRule("`MODEL.optimizer.state_dtype=8bit`", _map_quantization),
     "int8_training": KeyRule("`MODEL.quantize=8bit`, with adapters (peft_model)", _map_int8),
     "residual_dropout": map_to_option("{model}.residual_dropout", off=0.0),
@@ -471,9 +480,9 @@ KEYS: dict[str, KeyRule] = {
     ),
     **RL_KEYS,
 }
-# Keys that only Open-Assistant has: with one of them, a stack is meant for its trainer, and the
-# trainer's fixed settings are added (`_set_implied_options`).
-OWN = (
+# Keys that only Open-Assistant has. If one of them is set, the sections are meant for its trainer,
+# whose fixed settings are added (`_set_implied_options`).
+OPEN_ASSISTANT_KEYS = (
     frozenset(KEYS)
     - collect_renamed().keys()
     - collect_translators().keys()
@@ -481,57 +490,57 @@ OWN = (
 )
 
 
-def map_keys(done: KeyMapping) -> KeyMapping:
-    """Map all keys in `done` to options, and return `done`.
+def map_keys(mapping: KeyMapping) -> KeyMapping:
+    """Map all keys in `mapping` to options, and return `mapping`.
 
-    The resulting options, notes and errors are added to `done`.
+    The resulting options, notes and errors are added to `mapping`.
     """
-    if done.mode == RL and any(key in TRLX for key in done.values):
-        TRLX["implied"].rule(done, None)
-    if OWN & done.values.keys():
-        _set_implied_options(done)
-    for key, value in done.values.items():
+    if mapping.mode == RL and any(key in TRLX for key in mapping.values):
+        TRLX["implied"].rule(mapping, None)
+    if OPEN_ASSISTANT_KEYS & mapping.values.keys():
+        _set_implied_options(mapping)
+    for key, value in mapping.values.items():
         rule = KEYS.get(key) or TRLX[key]
-        if done.mode in rule.modes:
-            rule.rule(done.with_key(key), value)
-        elif done.mode == RL and key in KEYS:
-            done.with_key(key).add_note(
+        if mapping.mode in rule.modes:
+            rule.rule(mapping.with_key(key), value)
+        elif mapping.mode == RL and key in KEYS:
+            mapping.with_key(key).add_note(
                 "Open-Assistant's RL does not read it; set options of the roles as actor.*, "
                 "critic.*, rew.*"
             )
         else:
             names = {SFT: "sft", RM: "rw", RL: "ppo"}
-            done.with_key(key).add_note(
+            mapping.with_key(key).add_note(
                 f"only weft quickstart {' and '.join(names[mode] for mode in rule.modes)} reads it"
             )
-    return done
+    return mapping
 
 
-def _set_implied_options(done: KeyMapping) -> None:
+def _set_implied_options(mapping: KeyMapping) -> None:
     """Set the options whose values are fixed in the code of Open-Assistant's trainers.
 
     These are the dialogue format, its special tokens, the validation share and, outside RL, the
     learning-rate schedule.
     """
-    at = done.with_key(IMPLIED)
-    if done.mode != RL:
-        at.set_option("{model}.optimizer.lr_scheduler_type", "linear")
-    if not (done.get("datasets") or done.get("datasets_extra")):
+    keyed = mapping.with_key(IMPLIED)
+    if mapping.mode != RL:
+        keyed.set_option("{model}.optimizer.lr_scheduler_type", "linear")
+    if not (mapping.get("datasets") or mapping.get("datasets_extra")):
         return
-    at.set_option("dataset.valid_split", VALID_SPLIT)
-    at.set_option(
-        "{first}.tokenizer.chat_template", "oasst_v25" if done.get("use_system_tag") else "oasst"
+    keyed.set_option("dataset.valid_split", VALID_SPLIT)
+    keyed.set_option(
+        "{first}.tokenizer.chat_template", "oasst_v25" if mapping.get("use_system_tag") else "oasst"
     )
-    if done.mode == RL:  # the policy and the reward model were trained with these tokens
-        if done.get("rank_config") or done.get("rank_model"):
-            at.set_option("rew.tokenizer.chat_template", "oasst")
+    if mapping.mode == RL:  # the policy and the reward model were trained with these tokens
+        if mapping.get("rank_config") or mapping.get("rank_model"):
+            keyed.set_option("rew.tokenizer.chat_template", "oasst")
         return
-    if _get_peft_type(done) == PREFIX:
-        at.set_option("{first}.tokenizer.chat_template", "zephyr")
-        done.with_key("peft_type").add_note(WORDS)
+    if _get_peft_type(mapping) == PREFIX:
+        keyed.set_option("{first}.tokenizer.chat_template", "zephyr")
+        mapping.with_key("peft_type").add_note(PREFIX_FORMAT_NOTE)
     else:
-        at.set_option("{first}.tokenizer.add_tokens", list(TOKENS))
+        keyed.set_option("{first}.tokenizer.add_tokens", list(TURN_TOKENS))
     for part, (padding, end) in UNNAMED_END.items():
-        if part in str(done.get("model_name", "")):
-            at.set_option("{first}.tokenizer.pad_token", padding)
-            at.set_option("{first}.tokenizer.eos_token", end)
+        if part in str(mapping.get("model_name", "")):
+            keyed.set_option("{first}.tokenizer.pad_token", padding)
+            keyed.set_option("{first}.tokenizer.eos_token", end)

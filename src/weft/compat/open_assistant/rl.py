@@ -52,21 +52,21 @@ GENERATION = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "temperature
 DEBUG_ROWS = 10
 
 
-def _read_group(done: KeyMapping, value: Any) -> Mapping[str, Any]:
+def _read_group(mapping: KeyMapping, value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return {key: each for key, each in value.items() if each is not None}
-    done.reject(value, "must be a group of keys")
+    mapping.reject(value, "must be a group of keys")
     return {}
 
 
-def _map_rank_config(done: KeyMapping, value: Any) -> None:
-    for key, each in _read_group(done, value).items():
+def _map_rank_config(mapping: KeyMapping, value: Any) -> None:
+    for key, each in _read_group(mapping, value).items():
         if key in RANK_CONFIG_TARGETS:
-            done.with_key(f"rank_config.{key}").set_option(
+            mapping.with_key(f"rank_config.{key}").set_option(
                 RANK_CONFIG_TARGETS[key], DTYPE_NAMES.get(each, each) if key == "dtype" else each
             )
         elif key == "is_reward_model" and each is not True:
-            done.rejections.append(
+            mapping.rejections.append(
                 (
                     f"rank_config.{key}",
                     f"rank_config.{key}={each}: rank_config is the reward model; write true",
@@ -79,22 +79,23 @@ def _map_rank_config(done: KeyMapping, value: Any) -> None:
             "freeze_layer",
             "quantization",
         ):
-            done.rejections.append(
+            mapping.rejections.append(
                 (
                     f"rank_config.{key}",
-                    f"rank_config.{key}={each!r}: unknown; known are {', '.join(RANK_CONFIG_TARGETS)}",
+                    f"rank_config.{key}={each!r}: unknown; known are "
+                    f"{', '.join(RANK_CONFIG_TARGETS)}",
                 )
             )
 
 
-def _map_sft_config(done: KeyMapping, value: Any) -> None:
-    for key, each in _read_group(done, value).items():
-        at = done.with_key(f"sft_config.{key}")
+def _map_sft_config(mapping: KeyMapping, value: Any) -> None:
+    for key, each in _read_group(mapping, value).items():
+        keyed = mapping.with_key(f"sft_config.{key}")
         if key == "model_name":
             for role in ("actor", "ref"):
-                at.set_option(f"{role}.path", each)
+                keyed.set_option(f"{role}.path", each)
         elif key == "quantization":
-            at.set_option(
+            keyed.set_option(
                 "{model}.optimizer.state_dtype", "8bit" if each else "float32", off="float32"
             )
         elif (key == "num_layers_unfrozen" and each == -1) or (
@@ -104,12 +105,12 @@ def _map_sft_config(done: KeyMapping, value: Any) -> None:
         elif key in SFT_CONFIG_TARGETS:
             name = SFT_CONFIG_TARGETS[key]
             option_value = DTYPE_NAMES.get(each, each) if key == "dtype" else each
-            for role in done.config.trained_roles if key == "dtype" else ("actor",):
-                at.set_option(
+            for role in mapping.config.trained_roles if key == "dtype" else ("actor",):
+                keyed.set_option(
                     f"{role}.{name}", option_value, off=VALUES_WITHOUT_EFFECT.get(name, object())
                 )
         elif key in ("is_reward_model", "seq2seqmodel", "peft_model", "superhot") and each:
-            done.rejections.append(
+            mapping.rejections.append(
                 (
                     f"sft_config.{key}",
                     f"sft_config.{key}={each}: the policy is a decoder; leave it out",
@@ -117,18 +118,18 @@ def _map_sft_config(done: KeyMapping, value: Any) -> None:
             )
         elif key not in KEYS_WITHOUT_OPTION:
             known = ", ".join(("model_name", "quantization", *SFT_CONFIG_TARGETS))
-            done.rejections.append(
+            mapping.rejections.append(
                 (f"sft_config.{key}", f"sft_config.{key}={each!r}: unknown; known are {known}")
             )
 
 
 def _map_to_server(role: str) -> KeyRule:
-    def apply_rule(done: KeyMapping, value: Any) -> None:
+    def apply_rule(mapping: KeyMapping, value: Any) -> None:
         url = str(value)
         if "/" not in url.split("://")[-1]:
-            done.reject(value, "must be host:port/model")
+            mapping.reject(value, "must be host:port/model")
             return
-        done.set_option(f"{role}.url", url if "://" in url else f"grpc://{url}")
+        mapping.set_option(f"{role}.url", url if "://" in url else f"grpc://{url}")
 
     return KeyRule(
         f"`{role}.url=grpc://HOST:PORT/MODEL`; null computes it in the run", apply_rule, (RL,)
@@ -136,14 +137,14 @@ def _map_to_server(role: str) -> KeyRule:
 
 
 def _map_to_paths(*targets: str) -> KeyRule:
-    def apply_rule(done: KeyMapping, value: Any) -> None:
+    def apply_rule(mapping: KeyMapping, value: Any) -> None:
         for target in targets:
-            done.set_option(target, value)
+            mapping.set_option(target, value)
 
     return KeyRule(" and ".join(f"`{target}`" for target in targets), apply_rule, (RL,))
 
 
-# -- how long, how large: an update of trlX is one batch, a step of weft one round of rollouts
+# -- batch sizes and intervals: trlX counts updates (one batch each), weft rounds of rollouts
 
 
 ROLLOUT_KEYS = ("num_rollouts", "trlx.method.num_rollouts")
@@ -151,7 +152,7 @@ BATCH_KEYS = ("batch_size", "trlx.train.batch_size")
 TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 
 
-def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
+def _find_latest_key(mapping: KeyMapping, keys: Sequence[str]) -> str:
     """Return the key in `keys` that was set last, or `IMPLIED` if none of the keys is set.
 
     Config sections are applied in the order in which the user names them, and the command line is
@@ -159,70 +160,70 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
     returned.
     """
     return max(
-        (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
+        (key for key in keys if mapping.get(key) is not None), key=mapping.get_rank, default=IMPLIED
     )
 
 
-def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
+def _read_number(mapping: KeyMapping, keys: Sequence[str], default: int) -> int:
     """Return the value of the key in `keys` that was set last (see `_find_latest_key`).
 
     Returns `default` if none of the keys is set, or if the value is not a number of at least 1.
     """
-    key = _find_latest_key(done, keys)
-    if key != IMPLIED and done.with_key(key).is_valid_number(done.get(key), 1):
-        return int(done.get(key))
+    key = _find_latest_key(mapping, keys)
+    if key != IMPLIED and mapping.with_key(key).is_valid_number(mapping.get(key), 1):
+        return int(mapping.get(key))
     return default
 
 
-def _count_rollouts(done: KeyMapping) -> int:
-    return _read_number(done, ROLLOUT_KEYS, 128)
+def _count_rollouts(mapping: KeyMapping) -> int:
+    return _read_number(mapping, ROLLOUT_KEYS, 128)
 
 
-def _compute_batch_size(done: KeyMapping) -> int:
-    return min(_read_number(done, BATCH_KEYS, 1), _count_rollouts(done))
+def _compute_batch_size(mapping: KeyMapping) -> int:
+    return min(_read_number(mapping, BATCH_KEYS, 1), _count_rollouts(mapping))
 
 
-def _count_updates(done: KeyMapping) -> int:
+def _count_updates(mapping: KeyMapping) -> int:
     """Return the number of optimizer updates per step.
 
     This is the number of passes over the rollouts times the number of batches per pass.
     """
-    return _read_number(done, ("trlx.method.ppo_epochs",), 4) * math.ceil(
-        _count_rollouts(done) / _compute_batch_size(done)
+    return _read_number(mapping, ("trlx.method.ppo_epochs",), 4) * math.ceil(
+        _count_rollouts(mapping) / _compute_batch_size(mapping)
     )
 
 
-def _map_batch_sizes(done: KeyMapping, value: Any) -> None:
+def _map_batch_sizes(mapping: KeyMapping, value: Any) -> None:
     """Set the number of rollouts per step and the minibatch size.
 
     In trlX, both numbers are per device, so they are multiplied by the number of data-parallel
     ranks.
     """
-    done.with_key(_find_latest_key(done, ROLLOUT_KEYS)).set_option(
-        "dataset.train_bs_n_seqs", _count_rollouts(done) * done.data_ranks
+    mapping.with_key(_find_latest_key(mapping, ROLLOUT_KEYS)).set_option(
+        "dataset.train_bs_n_seqs", _count_rollouts(mapping) * mapping.data_ranks
     )
-    done.with_key(_find_latest_key(done, BATCH_KEYS)).set_option(
-        "{algorithm}.mini_batch_size", _compute_batch_size(done) * done.data_ranks
+    mapping.with_key(_find_latest_key(mapping, BATCH_KEYS)).set_option(
+        "{algorithm}.mini_batch_size", _compute_batch_size(mapping) * mapping.data_ranks
     )
 
 
-def _map_total_steps(done: KeyMapping, value: Any) -> None:
-    done.with_key(_find_latest_key(done, TOTAL_STEP_KEYS)).set_option(
-        "max_steps", math.ceil(_read_number(done, TOTAL_STEP_KEYS, 1) / _count_updates(done))
+def _map_total_steps(mapping: KeyMapping, value: Any) -> None:
+    mapping.with_key(_find_latest_key(mapping, TOTAL_STEP_KEYS)).set_option(
+        "max_steps", math.ceil(_read_number(mapping, TOTAL_STEP_KEYS, 1) / _count_updates(mapping))
     )
 
 
 def _map_to_interval(target: str) -> KeyRule:
-    def apply_rule(done: KeyMapping, value: Any) -> None:
-        if done.is_valid_number(value, 1):
-            done.set_option(target, max(1, round(value / _count_updates(done))))
+    def apply_rule(mapping: KeyMapping, value: Any) -> None:
+        if mapping.is_valid_number(value, 1):
+            mapping.set_option(target, max(1, round(value / _count_updates(mapping))))
 
     return KeyRule(f"`{target}`, counted in rounds of rollouts", apply_rule, (RL,))
 
 
-def _map_debug(done: KeyMapping, value: Any) -> None:
-    if done.check_boolean(value):
-        done.reject(
+def _map_debug(mapping: KeyMapping, value: Any) -> None:
+    if mapping.check_boolean(value):
+        mapping.reject(
             value,
             f"write num_rollouts=1 total_steps=4 and size: {DEBUG_ROWS} below the names of "
             f"datasets instead",
@@ -232,37 +233,41 @@ def _map_debug(done: KeyMapping, value: Any) -> None:
 # -- trlX
 
 
-def _map_adaptive_kl(done: KeyMapping, value: Any) -> None:
-    done.set_option("{algorithm}.use_adaptive_kl_ctl", True)
-    done.set_option("{algorithm}.adaptive_kl_target", value)
+def _map_adaptive_kl(mapping: KeyMapping, value: Any) -> None:
+    mapping.set_option("{algorithm}.use_adaptive_kl_ctl", True)
+    mapping.set_option("{algorithm}.adaptive_kl_target", value)
 
 
-def _map_scheduler(done: KeyMapping, value: Any) -> None:
+def _map_scheduler(mapping: KeyMapping, value: Any) -> None:
     kinds = {"cosine_annealing": "cosine", "linear": "linear", "constant": "constant"}
     if value not in kinds:
-        done.reject(value, f"must be one of {', '.join(kinds)}")
+        mapping.reject(value, f"must be one of {', '.join(kinds)}")
         return
-    done.set_option("{model}.optimizer.lr_scheduler_type", kinds[value])
+    mapping.set_option("{model}.optimizer.lr_scheduler_type", kinds[value])
 
 
-def _map_schedule_period(done: KeyMapping, value: Any) -> None:
-    if not done.is_valid_number(value, 1):
+def _map_schedule_period(mapping: KeyMapping, value: Any) -> None:
+    if not mapping.is_valid_number(value, 1):
         return
-    total = _read_number(done, TOTAL_STEP_KEYS, int(value))
+    total = _read_number(mapping, TOTAL_STEP_KEYS, int(value))
     if value == total:
         return
-    if done.get_rank(_find_latest_key(done, TOTAL_STEP_KEYS)) > done.get_rank(done.key):
-        done.add_note(f"the learning rate's schedule ends with the run, after total_steps={total}")
+    if mapping.get_rank(_find_latest_key(mapping, TOTAL_STEP_KEYS)) > mapping.get_rank(mapping.key):
+        mapping.add_note(
+            f"the learning rate's schedule ends with the run, after total_steps={total}"
+        )
     else:
-        done.reject(value, f"must equal total_steps={total}, because a schedule ends with the run")
+        mapping.reject(
+            value, f"must equal total_steps={total}, because a schedule ends with the run"
+        )
 
 
-def _map_betas(done: KeyMapping, value: Any) -> None:
+def _map_betas(mapping: KeyMapping, value: Any) -> None:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        done.reject(value, "must be a list of two numbers, such as [0.9, 0.95]")
+        mapping.reject(value, "must be a list of two numbers, such as [0.9, 0.95]")
         return
     for index, beta in enumerate(value, 1):
-        done.set_option(f"{{model}}.optimizer.beta{index}", beta)
+        mapping.set_option(f"{{model}}.optimizer.beta{index}", beta)
 
 
 def _map_to_generation(name: str) -> KeyRule:
@@ -272,56 +277,56 @@ def _map_to_generation(name: str) -> KeyRule:
     return replace(key, rule=partial(_map_truncation, name))
 
 
-def _map_truncation(name: str, done: KeyMapping, value: Any) -> None:
+def _map_truncation(name: str, mapping: KeyMapping, value: Any) -> None:
     """Set the sampling limit `name`, such as top_k.
 
     If a server computes the reference log-probs, the limit is not set and a note is added, because
     the server normalizes its log-probs over the whole vocabulary.
     """
-    if done.get("triton_host_sft") is not None and value not in (0, 1):
-        done.add_note(
+    if mapping.get("triton_host_sft") is not None and value not in (0, 1):
+        mapping.add_note(
             f"{name}={format_yaml_value(value)} is left out: the server of triton_host_sft returns "
             f"log-probs over all ids"
         )
     else:
-        done.set_option("{gen}." + name, value)
+        mapping.set_option("{gen}." + name, value)
 
 
-def _map_do_sample(done: KeyMapping, value: Any) -> None:
-    done.set_option("{gen}.greedy", not done.check_boolean(value))
+def _map_do_sample(mapping: KeyMapping, value: Any) -> None:
+    mapping.set_option("{gen}.greedy", not mapping.check_boolean(value))
 
 
-def _map_prompt_length(done: KeyMapping, value: Any) -> None:
-    longest = done.get("trlx.method.gen_kwargs.max_new_tokens", 40)
-    if done.is_valid_number(value, 2) and isinstance(longest, int):
+def _map_prompt_length(mapping: KeyMapping, value: Any) -> None:
+    longest = mapping.get("trlx.method.gen_kwargs.max_new_tokens", 40)
+    if mapping.is_valid_number(value, 2) and isinstance(longest, int):
         if longest >= value:
-            done.reject(value, f"leaves no room for a prompt with max_new_tokens={longest}")
+            mapping.reject(value, f"leaves no room for a prompt with max_new_tokens={longest}")
             return
-        done.set_option("dataset.max_prompt_len", value - longest)
-        done.set_option("dataset.overlong", "truncate")
+        mapping.set_option("dataset.max_prompt_len", value - longest)
+        mapping.set_option("dataset.overlong", "truncate")
 
 
-def _map_tracker(done: KeyMapping, value: Any) -> None:
+def _map_tracker(mapping: KeyMapping, value: Any) -> None:
     if value == "tensorboard":
-        done.set_option("logger.tensorboard", True)
+        mapping.set_option("logger.tensorboard", True)
     elif value != "wandb":
-        done.reject(value, "must be wandb, tensorboard or null")
+        mapping.reject(value, "must be wandb, tensorboard or null")
     else:
-        done.add_note("logger.wandb.mode=online turns Weights & Biases on")
+        mapping.add_note("logger.wandb.mode=online turns Weights & Biases on")
 
 
-def _map_last_layers(done: KeyMapping, value: Any) -> None:
+def _map_last_layers(mapping: KeyMapping, value: Any) -> None:
     if value != -1:
-        done.set_option("{first}.train_last_layers", value)
+        mapping.set_option("{first}.train_last_layers", value)
 
 
-def _map_reward_deviation(done: KeyMapping, value: Any) -> None:
-    if done.is_valid_number(value, 1e-12):
-        done.set_option("{algorithm}.reward_output_scaling", 1 / value)
+def _map_reward_deviation(mapping: KeyMapping, value: Any) -> None:
+    if mapping.is_valid_number(value, 1e-12):
+        mapping.set_option("{algorithm}.reward_output_scaling", 1 / value)
 
 
-def _set_implied_options(done: KeyMapping, value: Any) -> None:
-    """Set the options that correspond to trlX's fixed behaviour.
+def _set_implied_options(mapping: KeyMapping, value: Any) -> None:
+    """Set the options that correspond to fixed behavior of trlX.
 
     In trlX, the value head is part of the policy, so the critic is initialized from the actor.
     Values are not normalized, and there is neither early stopping nor learning-rate warm-up.
@@ -331,8 +336,8 @@ def _set_implied_options(done: KeyMapping, value: Any) -> None:
         ("early_stop_imp_ratio", None),
         ("critic_init", "actor"),
     ):
-        done.set_option("{algorithm}." + name, each, off=each)
-    done.set_option("{model}.optimizer.warmup_steps", 0, off=0)
+        mapping.set_option("{algorithm}." + name, each, off=each)
+    mapping.set_option("{model}.optimizer.warmup_steps", 0, off=0)
 
 
 TRLX: dict[str, KeyRule] = {
@@ -437,7 +442,7 @@ KEYS: dict[str, KeyRule] = {
     "reward_model_batch_size": ignore_with_note(
         "micro-batches are counted in tokens, max_tokens_per_microbatch"
     ),
-    "num_eval_prompts": KeyRule("`max_valid` of every source", lambda done, value: None, (RL,)),
+    "num_eval_prompts": KeyRule("`max_valid` of every source", lambda mapping, value: None, (RL,)),
     "rank_config": KeyRule(
         "the reward model: `rew.path`, `rew.pooling`, `rew.dtype`", _map_rank_config, (RL,)
     ),

@@ -49,13 +49,13 @@ def is_trlx_file(values: Mapping[str, Any]) -> bool:
 
 
 class OpenAssistantReader:
-    """Reader that collects Open-Assistant's keys, and leaves weft's options to `own`."""
+    """Reader that collects Open-Assistant's keys, and passes weft's options to the reader `own`."""
 
     def __init__(self, own: OptionReader) -> None:
         self.own = own
         self.mode = KeyMapping(own.base, {}, {}).mode
         self.values: dict[str, StackedValue] = {}
-        # keys within one of the groups that the command line sets individually
+        # keys of a group that the command line sets individually, by full name
         self.group_values: dict[str, StackedValue] = {}
         # names that may be suggested for an unknown one
         self.names = list(KEYS)
@@ -76,24 +76,16 @@ class OpenAssistantReader:
         return sections
 
     def read_section(self, section: ConfigSection, rank: int) -> None:
+        """Add the keys of a section; `rank` is its priority."""
         for key, value in section.values.items():
             if section.foreign:
                 for each in flatten({key: value}):
-                    where = StackedValue(
-                        each.value,
-                        section.find_location(*each.name.split(".")),
-                        section.name,
-                        rank,
-                        source=section,
-                    )
-                    self._set_value(f"{TRLX_PREFIX}{each.name}", where)
+                    place = section.find_location(*each.name.split("."))
+                    stacked = StackedValue(each.value, place, section.name, rank, source=section)
+                    self._set_value(f"{TRLX_PREFIX}{each.name}", stacked)
             elif key in KEYS:
-                self._set_value(
-                    key,
-                    StackedValue(
-                        value, section.find_location(key), section.name, rank, source=section
-                    ),
-                )
+                place = section.find_location(key)
+                self._set_value(key, StackedValue(value, place, section.name, rank, source=section))
             else:
                 self.own.read_key(section, key, value, rank, self.names)
 
@@ -110,7 +102,7 @@ class OpenAssistantReader:
                 self.read_override(each, rank)
             return
         name = self._resolve_trlx_key(override.name)
-        where = StackedValue(override.value, COMMAND_LINE, "", rank, override.removed)
+        stacked = StackedValue(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:  # `~key` removes it and all keys below it
             for key in list(self.values):
@@ -122,21 +114,19 @@ class OpenAssistantReader:
                 self.own.read_override(override, rank)
         elif self._is_key(name):
             value = to_plain(coerce(override.value, Any, name))
-            self._set_value(name, replace(where, value=value))
+            self._set_value(name, replace(stacked, value=value))
         elif inner and group in ("datasets", "datasets_extra"):  # a parameter of an entry
             self._set_entry_parameter(group, inner, override)
         elif inner and self._is_key(group):  # a key in one of the groups
             before = self.values.get(group, StackedValue({}, COMMAND_LINE, "", rank))
-            whole = {
-                **(before.value if isinstance(before.value, Mapping) else {}),
-                inner: to_plain(override.value),
-            }
-            self.values[group] = replace(before, value=whole)
-            self.group_values[name] = where
+            group_value = dict(before.value) if isinstance(before.value, Mapping) else {}
+            group_value[inner] = to_plain(override.value)
+            self.values[group] = replace(before, value=group_value)
+            self.group_values[name] = stacked
         elif name in KEYS and not is_spelling(name, self.own.base):  # another trainer's key
             raise ConfigError(
                 f"{name}: weft quickstart {self.own.base.algorithm or 'here'} does not read it; "
-                f"{KEYS[name].says}"
+                f"{KEYS[name].description}"
             )
         else:
             self.own.read_override(override, rank, self.names)
@@ -146,35 +136,37 @@ class OpenAssistantReader:
 
         Raises a `ConfigError` that lists every invalid value with the place where it is set.
         """
-        set_ = {}
+        values = {}
+        ranks = {}
         for name, each in self.values.items():
             if each.value is not None:
-                set_[name] = each
-        given = {}
+                values[name] = each.value
+                ranks[name] = each.rank
+        for name, each in self.group_values.items():
+            ranks[name] = each.rank
+        own_options = {}
         for name, each in self.own.values.items():
             if not each.removed:
-                given[name] = to_plain(each.value)
-        values = {name: each.value for name, each in set_.items()}
-        ranks = {name: each.rank for name, each in (*set_.items(), *self.group_values.items())}
-        mapped = map_keys(KeyMapping(self.own.base, values, ranks, given))
+                own_options[name] = to_plain(each.value)
+        mapped = map_keys(KeyMapping(self.own.base, values, ranks, own_options))
         if mapped.rejections:
             raise ConfigError(
                 "\n".join(
-                    self._format_rejection(key, why)
-                    for key, why in dict.fromkeys(mapped.rejections)
+                    self._format_rejection(key, message)
+                    for key, message in dict.fromkeys(mapped.rejections)
                 )
             )
         options = {}
         for name, option in mapped.options.items():
-            where = self._find_origin(option.key)
+            origin = self._find_origin(option.key)
             options[name] = ForeignOption(
-                StackedValue(option.value, where.place, where.section, where.rank),
+                StackedValue(option.value, origin.place, origin.section, origin.rank),
                 option.key,
                 option.key.removeprefix(TRLX_PREFIX),
             )
         notes = []
-        for why, keys in mapped.notes.items():
-            notes.append(f"{', '.join(key.removeprefix(TRLX_PREFIX) for key in keys)}: {why}")
+        for note, keys in mapped.notes.items():
+            notes.append(f"{', '.join(key.removeprefix(TRLX_PREFIX) for key in keys)}: {note}")
         file = self.values.get("deepspeed_config")
         return ForeignOptions(options, notes, None if file is None else to_plain(file.value))
 
@@ -236,41 +228,44 @@ class OpenAssistantReader:
             return f"{TRLX_PREFIX}{name}"
         if not any(key.startswith(TRLX_PREFIX) for key in self.values):
             return name
-        matching_keys = [key for key in TRLX if key.endswith(f".{name}")]
-        if len(matching_keys) > 1 and not is_spelling(name, self.own.base):
-            raise ConfigError(
-                f"{name}: write {' or '.join(key.removeprefix(TRLX_PREFIX) for key in matching_keys)}"
-            )
-        return matching_keys[0] if len(matching_keys) == 1 else name
+        matching = [key for key in TRLX if key.endswith(f".{name}")]
+        if len(matching) > 1 and not is_spelling(name, self.own.base):
+            names = " or ".join(key.removeprefix(TRLX_PREFIX) for key in matching)
+            raise ConfigError(f"{name}: write {names}")
+        return matching[0] if len(matching) == 1 else name
 
     def _is_key(self, name: str) -> bool:
         key = KEYS.get(name) or TRLX.get(name)
         return key is not None and self.mode in key.modes
 
-    def _set_value(self, name: str, where: StackedValue) -> None:
+    def _set_value(self, name: str, stacked: StackedValue) -> None:
+        """Store the value of a key, or record a problem if there is no such key."""
         if name not in KEYS and name not in TRLX:
             close = find_nearest(name, TRLX)
             if close:
-                hint = f"; did you mean {' or '.join(each.removeprefix(TRLX_PREFIX) for each in close)}?"
+                names = " or ".join(each.removeprefix(TRLX_PREFIX) for each in close)
+                hint = f"; did you mean {names}?"
             else:
                 hint = ""
             key = name.removeprefix(TRLX_PREFIX)
             self.own.problems.append(
-                f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}"
+                f"{stacked.place}: section {stacked.section!r}: unknown key {key!r}{hint}"
             )
             return
-        self.values[name] = where
+        self.values[name] = stacked
 
-    def _format_rejection(self, key: str, why: str) -> str:
+    def _format_rejection(self, key: str, message: str) -> str:
+        """Return an error message with the place where the key is set, if it is known."""
         first = re.split(r"[.\[]", key)[0]
-        where = self.values.get(key) or self.values.get(first)
-        if where is None:
-            return why
+        stacked = self.values.get(key) or self.values.get(first)
+        if stacked is None:
+            return message
         index = re.search(r"\[(\d+)\]", key)
         inner = key.removeprefix(TRLX_PREFIX).split(".")
         path: list[str | int] = [first, int(index[1])] if index else [*inner]
-        place = where.source.find_location(*path) if where.source else where.place
-        return f"{place}: {f'section {where.section!r}: ' if where.section else ''}{why}"
+        place = stacked.source.find_location(*path) if stacked.source else stacked.place
+        section = f"section {stacked.section!r}: " if stacked.section else ""
+        return f"{place}: {section}{message}"
 
 
 def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
@@ -287,7 +282,10 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
 
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
-    """Return the quickstart for the sections: ppo or rw if only that trainer reads a key, else sft."""
+    """Return the name of the quickstart that reads the sections.
+
+    It is ppo or rw if the sections set a key that only this trainer reads, otherwise sft.
+    """
     modes = []
     for section in sections:
         for key in section.values:
@@ -305,17 +303,17 @@ def replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> Sou
     `parameters` can be named as in Open-Assistant or as in weft. Raises `ConfigError` for
     parameters that the source does not accept.
     """
-    where = f"datasets.{source.named}"
+    label = f"datasets.{source.named}"
     try:
         (entry,) = convert_entries([{source.named: parameters}])
     except InvalidDatasetEntry as bad:
-        raise ConfigError(f"{where}: {bad}") from bad
+        raise ConfigError(f"{label}: {bad}") from bad
     own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     if any(name in entry for name in SHARES):
         own |= dict.fromkeys(SHARES)
     merged_values = {**own, **entry, "args": {**source.args, **entry.get("args", {})}}
     return SourceSpec.parse(
-        {name: value for name, value in merged_values.items() if value not in (None, "", {})}, where
+        {name: value for name, value in merged_values.items() if value not in (None, "", {})}, label
     )
 
 

@@ -20,7 +20,7 @@ from weft.data.lengths import EncodedSample
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import RowEncoder, RowSource, tokenize
+from weft.data.tokenizing import RowEncoder, tokenize
 from weft.errors import ConfigError
 from weft.registry import datasets, import_user_code
 
@@ -90,16 +90,7 @@ class RowDataset:
         self, form: RowEncoder, lengths: Any, util: DatasetUtility, path: str, split: str | None
     ) -> None:
         self.form = type(form)
-        of_util = (
-            util.cache_dir,
-            util.num_workers,
-            util.progress,
-            util.columns,
-            util.name,
-            util.most,
-        )
-        source = RowSource(path, split, *of_util)
-        self.table = tokenize(form, lengths, util.tokenizer, source)
+        self.table = tokenize(form, lengths, util.tokenizer, util.build_source(path, split))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -138,15 +129,15 @@ def make_dataset_class(
         for key, value in options.items():
             if value is not None or key not in shipped.default_options:
                 row_options[key] = value
-        # Separate the options of the function from the options of the form.
-        of_function = {}
+        # Separate the options of the function from the options of the row encoder.
+        function_options = {}
         for key in function_parameters:
             if key in row_options:
-                of_function[key] = row_options.pop(key)
+                function_options[key] = row_options.pop(key)
         inner, lengths = split_options(shipped.form, {**shipped.default_options, **row_options})
         location = function.__module__, str(Path(file).resolve()), function.__qualname__
         return RowDataset(
-            RowFunctionEncoder(rows, inner, *location, digest, of_function),
+            RowFunctionEncoder(rows, inner, *location, digest, function_options),
             lengths,
             util,
             path,

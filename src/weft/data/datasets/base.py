@@ -1,4 +1,4 @@
-"""Interface of dataset classes, base class of the built-in types, and samples that differ by epoch."""
+"""Interfaces of dataset classes, base class of the built-in types, and samples that vary by epoch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DatasetUtility:
             its beginning
         columns: columns to rename, as {name in the dataset type: name in the file}
         name: name to show in messages if the source is a named dataset, otherwise empty
-        most: number of samples after which reading stops; None means no limit
+        max_samples: number of samples after which reading stops; None means no limit
         ahead: True if large files may be tokenized during training
     """
 
@@ -65,17 +65,28 @@ class DatasetUtility:
     num_workers: int | None = None
     progress: Reporter = show_progress
     random_window: float = 0.0
-    # Column name of the dataset type -> column of the source's file.
     columns: Columns = field(default_factory=dict)
-    name: str = ""  # name of a named dataset, for messages; else ""
-    most: int | None = None  # number of samples after which no more rows are read; None: no limit
-    # Whether large files can be tokenized during training (`BackgroundTokenTable.start`).
+    name: str = ""
+    max_samples: int | None = None
     ahead: bool = False
 
     @property
     def differs_by_epoch(self) -> bool:
         """True if random draws make the samples differ from epoch to epoch."""
         return self.random_window > 0 or self.tokenizer.additions.tags
+
+    def build_source(self, path: str, split: str | None) -> RowSource:
+        """Return a source that reads `path` with these settings."""
+        return RowSource(
+            path,
+            split,
+            cache_dir=self.cache_dir,
+            num_workers=self.num_workers,
+            progress=self.progress,
+            columns=self.columns,
+            name=self.name,
+            max_samples=self.max_samples,
+        )
 
 
 @runtime_checkable
@@ -116,7 +127,7 @@ class StreamDataset(Protocol):
 class ResumableStream(Protocol):
     """Dataset that yields whole batches and can continue at any of them.
 
-    Each `iter()` continues behind the last batch. An epoch has `len(dataset)` batches with
+    Each `iter()` continues after the last batch. An epoch has `len(dataset)` batches with
     `num_ids` samples in total, which are known without reading them.
     """
 
@@ -154,16 +165,7 @@ def build_table(
     are fields of `form` and of `LengthLimits`. Raises `ConfigError` for an unknown option, and
     `DataError` for rows that cannot be used.
     """
-    source = RowSource(
-        path,
-        split,
-        util.cache_dir,
-        util.num_workers,
-        util.progress,
-        util.columns,
-        util.name,
-        util.most,
-    )
+    source = util.build_source(path, split)
     job = EncodingJob(*split_options(form, options), util.tokenizer)
     if util.ahead and not util.differs_by_epoch:
         ahead = tokenize_in_background(job.form, job.lengths, job.tokenizer, source)
@@ -190,10 +192,10 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
     if tokenizer.additions.prefix is not None:
         system_only = [{"role": "system", "content": tokenizer.additions.prefix}]
         try:
-            written = tokenizer.additions.prefix.strip() in tokenizer.render(system_only)
+            is_rendered = tokenizer.additions.prefix.strip() in tokenizer.render(system_only)
         except DataError:
-            written = False
-        if not written:
+            is_rendered = False
+        if not is_rendered:
             raise ConfigError(
                 f"dataset.random_window keeps dataset.system_prefix in front, and the chat "
                 f"template of {tokenizer.name} writes "
@@ -211,23 +213,23 @@ def split_options(
 
     Raises `ConfigError` for options that neither of them has, and for values of the wrong type.
     """
-    of_form = {spec.name for spec in fields(form)}
-    of_lengths = {spec.name for spec in fields(LengthLimits)}
+    form_options = {spec.name for spec in fields(form)}
+    length_options = {spec.name for spec in fields(LengthLimits)}
     for name in options:
-        if name not in of_form | of_lengths:
-            close = find_nearest(name, of_form | of_lengths)
+        if name not in form_options | length_options:
+            close = find_nearest(name, form_options | length_options)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
-                hint = f"known: {', '.join(sorted(of_form))}"
+                hint = f"known: {', '.join(sorted(form_options))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
     hints = {**get_type_hints(LengthLimits), **get_type_hints(form)}
     values = {}
     for name, value in options.items():
         values[name] = coerce(value, hints[name], f"dataset.args.{name}")
-    chosen = form(**{name: value for name, value in values.items() if name in of_form})
-    return chosen, LengthLimits(
-        **{name: value for name, value in values.items() if name in of_lengths}
+    encoder = form(**{name: value for name, value in values.items() if name in form_options})
+    return encoder, LengthLimits(
+        **{name: value for name, value in values.items() if name in length_options}
     )
 
 

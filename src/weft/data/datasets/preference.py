@@ -42,7 +42,7 @@ from weft.registry import register_dataset
 
 CHOSEN = ("chosen", "chosen_messages")
 REJECTED = ("rejected", "rejected_messages")
-SAID = ("assistant", "tool")  # roles of the messages of a reply
+REPLY_ROLES = ("assistant", "tool")  # roles that messages of a reply can have
 PAIR = {"rank": [0.0, 1.0], "comparison": [0.0, 0.0], "label": [1.0, 0.0]}
 
 Values = Mapping[str, list[float]]
@@ -83,7 +83,7 @@ class PreferenceEncoder:
             margin = read_number(row["margin"], "margin")
         chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
         rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
-        # A single labelled reply.
+        # A single labelled reply. A null label is found too, and reported as invalid.
         tag = find_first_key(row, LABEL_KEYS) or next(
             (key for key in LABEL_KEYS if key in row), None
         )
@@ -105,13 +105,13 @@ class PreferenceEncoder:
         if isinstance(chosen, str) and isinstance(rejected, str):
             return [self._encode_texts(row, tokenizer, chosen, rejected, values)]
         # Two message lists: whole conversations, or replies to the row's prompt.
-        talks = [read_messages(row, key, "assistant") for key in keys]
-        whole = [talk[0]["role"] not in SAID for talk in talks]
-        if all(whole):
-            shared = _count_shared(talks)
-            context = prepend_system(row, talks[0][:shared])
-            talks = [talk[shared:] for talk in talks]
-        elif any(whole):
+        conversations = [read_messages(row, key, "assistant") for key in keys]
+        are_whole = [conversation[0]["role"] not in REPLY_ROLES for conversation in conversations]
+        if all(are_whole):
+            shared = _count_shared(conversations)
+            context = prepend_system(row, conversations[0][:shared])
+            conversations = [conversation[shared:] for conversation in conversations]
+        elif any(are_whole):
             raise BadRow(
                 "one of the two answers is a whole conversation and the other a reply alone; give "
                 "both in the same form"
@@ -119,7 +119,9 @@ class PreferenceEncoder:
         else:
             key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
             context = [] if key is None else read_conversation(row, key)
-        return [encode_continuations(tokenizer, context, talks, row.get("tools"), values=values)]
+        return [
+            encode_continuations(tokenizer, context, conversations, row.get("tools"), values=values)
+        ]
 
     def _encode_texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
@@ -131,27 +133,31 @@ class PreferenceEncoder:
         ]
         key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
-        dialogues = all(columns.HUMAN in reply for reply in replies)
+        are_dialogues = all(columns.HUMAN in reply for reply in replies)
         if (
             isinstance(prompt, str)
-            and dialogues
+            and are_dialogues
             and all(reply.startswith(prompt) for reply in replies)
         ):
             prompt = None  # the dialogues contain the prompt already
         if key is not None and prompt is not None:
             return encode_replies(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
         if self.as_chat:
-            if dialogues:
-                talks = [normalize_messages(columns.split_messages(reply)) for reply in replies]
+            if are_dialogues:
+                conversations = [
+                    normalize_messages(columns.split_messages(reply)) for reply in replies
+                ]
             else:
-                talks = []
-            if not talks or any(talk[-1]["role"] != "assistant" for talk in talks):
+                conversations = []
+            if not conversations or any(
+                conversation[-1]["role"] != "assistant" for conversation in conversations
+            ):
                 raise BadRow(
                     "as_chat needs a prompt, or dialogues that end with the assistant's turn"
                 )
-            shared = _count_shared(talks)
-            context = prepend_system(row, talks[0][:shared])
-            continuations = [talk[shared:] for talk in talks]
+            shared = _count_shared(conversations)
+            context = prepend_system(row, conversations[0][:shared])
+            continuations = [conversation[shared:] for conversation in conversations]
             return encode_continuations(
                 tokenizer, context, continuations, None, may_be_empty=True, values=values
             )
@@ -191,17 +197,17 @@ def _read_label(value: object, key: str) -> float:
     )
 
 
-def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
+def _count_shared(conversations: Sequence[Sequence[Message]]) -> int:
     """Return the number of leading messages that two conversations have in common.
 
     The last message of each conversation is never counted, since it is the reply.
     """
     shared = 0
-    for first, second in zip(*talks, strict=False):
+    for first, second in zip(*conversations, strict=False):
         if first != second:
             break
         shared += 1
-    return min(shared, *(len(talk) - 1 for talk in talks))
+    return min(shared, *(len(conversation) - 1 for conversation in conversations))
 
 
 def _encode_dialogues(

@@ -208,13 +208,13 @@ def read_fixed_prompts(
     tokenizer: Tokenizer,
     *,
     as_chat: bool,
-    most: int | None,
+    max_tokens: int | None,
 ) -> SequenceSample:
     """Return the tokenized prompts of a file as one `SequenceSample` with the key `prompt`.
 
     The ids are 0, 1, 2, ... in file order. A prompt is a text or a list of messages. Messages are
     rendered with the chat template. A text is rendered as a user message if `as_chat` is True, and
-    not rendered otherwise. `most` is the maximum number of tokens of a prompt.
+    not rendered otherwise. `max_tokens` is the limit for each prompt (None: no limit).
 
     Raises `DataError` if a prompt is invalid or too long. The message names the option
     `eval_prompts`.
@@ -224,10 +224,10 @@ def read_fixed_prompts(
     for place, row in read_prompt_rows(path):
         try:
             ids = _encode_prompt(row, tokenizer, as_chat=as_chat)
-            if most is not None and len(ids) > most:
+            if max_tokens is not None and len(ids) > max_tokens:
                 raise BadRow(
-                    f"the prompt has {len(ids):,} tokens, and the model's context leaves {most:,} "
-                    f"for it"
+                    f"the prompt has {len(ids):,} tokens, and the model's context leaves "
+                    f"{max_tokens:,} for it"
                 )
             tokens.append(ids)
         except (BadRow, DataError) as error:

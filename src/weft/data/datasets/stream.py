@@ -1,10 +1,10 @@
-"""Dataset type `stream`: rows that are read and tokenized during training, in the order of the files.
+"""Dataset type `stream`: rows that are read and tokenized during training, in file order.
 
     dataset.type=stream dataset.path=gs://B/rows dataset.args='{form: text, batch: 32, steps: 1000}'
 
-Nothing is copied to this machine and nothing is shuffled. An epoch is `steps` batches of `batch`
-samples. The next epoch continues after the last row that was read, and the first row follows the
-last one.
+The files are neither copied to this machine nor shuffled. An epoch is `steps` batches of `batch`
+samples. The next epoch continues after the last row that was read. After the last row of the files,
+reading begins again with the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.data.tokenizing import encode_rows, format_reports, make_job
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets, register_dataset
 
-MOST_SKIPPED = 100_000  # maximum number of consecutive rows that are too long
+MAX_SKIPPED = 100_000  # maximum number of consecutive rows that are too long
 
 
 @register_dataset("stream")
@@ -71,7 +71,7 @@ class StreamedRows:
         return self._steps
 
     def __iter__(self) -> Iterator[SequenceSample]:
-        """Yield the batches from the current position on, which need not be the first row."""
+        """Yield batches without end, beginning at the current position."""
         while True:
             yield self._build_batch()
 
@@ -102,7 +102,7 @@ class StreamedRows:
                     f"sample a row; leave dataset.type=stream out"
                 )
             skipped = 0 if samples else skipped + 1
-            if skipped > MOST_SKIPPED:
+            if skipped > MAX_SKIPPED:
                 raise DataError(f"{place}: the last {skipped:,} rows are longer than the limits")
             for _, own_id, sample in samples:
                 ids.append(f"{self._number}" if own_id is None else f"{self._number}-{own_id}")

@@ -17,7 +17,7 @@ from weft.reading import read_yaml
 from weft.registry import named_datasets
 
 MODES = ("sft", "rm", "rl")
-SEVERAL = ("modes", "aliases")  # fields with several values
+LIST_FIELDS = ("modes", "aliases")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class CatalogueEntry:
     url: str | None = None
     train: str = "train"
     valid: str | None = None
-    separator: str | None = None  # text between the records of a plain text file
-    rows_in: str | None = None  # key of the list of rows, if a file is one JSON object
+    separator: str | None = None
+    rows_in: str | None = None
     aliases: tuple[str, ...] = ()
     licence: str | None = None
     note: str | None = None
@@ -84,7 +84,7 @@ class CatalogueEntry:
                 hint = f"; is {close[0]!r} meant?" if close else ""
                 raise ConfigError(f"{where}: {name}: {key} is missing{hint}")
         for key, item in values.items():
-            if key in SEVERAL:
+            if key in LIST_FIELDS:
                 values[key] = tuple(item) if isinstance(item, list | tuple) else (item,)
             elif item is not None and not isinstance(item, str):
                 raise ConfigError(f"{where}: {name}: {key}={item!r}: must be text")
@@ -198,8 +198,8 @@ def _load_shipped() -> Mapping[str, CatalogueEntry]:
     shipped_entries: dict[str, CatalogueEntry] = {}
     for file in sorted(FOLDER.glob("*.yaml")):
         entries = read_entries(file)
-        twice = shipped_entries.keys() & entries.keys()
-        assert not twice, f"{file.name}: {', '.join(twice)} are in another file too"
+        duplicates = shipped_entries.keys() & entries.keys()
+        assert not duplicates, f"{file.name}: {', '.join(duplicates)} are in another file too"
         shipped_entries |= entries
     return shipped_entries
 
@@ -217,10 +217,10 @@ def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
         or languages[0] == languages[1]
         or any(language not in LANGUAGES for language in languages)
     ):
-        shape = entry.name.replace(PAIR, "zh-en")
+        example = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(
             f"dataset {name!r}: {pair!r} is not a pair of known languages; write two of "
-            f"{', '.join(LANGUAGES)}, such as {shape}"
+            f"{', '.join(LANGUAGES)}, such as {example}"
         )
     source, target = languages
     if entry.config:

@@ -98,14 +98,14 @@ class ReaderContext:
     def skip(self, reason: str, count: int = 1) -> None:
         self.left_out[reason] += count
 
-    def truncate_turns(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns, each truncated to at most `most` characters.
+    def truncate_turns(self, turns: Sequence[str], max_characters: int) -> list[str]:
+        """Return the turns, each truncated to at most `max_characters` characters.
 
         If any of them is truncated, the row is counted in the attribute `cut`.
         """
-        if any(len(turn) > most for turn in turns):
-            self.cut[f"the end of turns of more than {most:,} characters"] += 1
-        return [turn[:most] for turn in turns]
+        if any(len(turn) > max_characters for turn in turns):
+            self.cut[f"the end of turns of more than {max_characters:,} characters"] += 1
+        return [turn[:max_characters] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
         """Record which of the ignored columns are not empty in a row.
@@ -177,38 +177,38 @@ def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
     Returns None if the example lacks something that the mode needs, such as a second reply.
     """
     id_column = {} if example.id is None else {"id": example.id}
-    plain = not example.context
-    if plain and mode == "rl":
+    has_context = bool(example.context)
+    if not has_context and mode == "rl":
         return None
     if mode == "rl":
         return "prompt", {**id_column, "prompt": list(example.context), **example.columns}
     if mode == "rm":
         if len(example.replies) < 2:
             return None
-        prompt: Any = example.text or "" if plain else list(example.context)
+        prompt: Any = list(example.context) if has_context else example.text or ""
         return "ranking", {
             **id_column,
             "prompt": prompt,
             "replies": [reply["content"] for reply in example.replies],
         }
-    if plain and not example.replies:
+    if not has_context and not example.replies:
         return "text", {**id_column, "text": example.text}
-    if plain:
+    if not has_context:
         return "text", {**id_column, "text": (example.text or "") + example.replies[0]["content"]}
     if example.replies:
-        return ("chat", {**id_column, "messages": [*example.context, example.replies[0]]})
+        return "chat", {**id_column, "messages": [*example.context, example.replies[0]]}
     return None
 
 
 def _drop_empty(more: Mapping[str, Any]) -> dict[str, Any]:
-    empty: dict[str, Any] = {}
+    nonempty: dict[str, Any] = {}
     for key, value in more.items():
         if value is not None and value != "":
-            empty[key] = value
-    return empty
+            nonempty[key] = value
+    return nonempty
 
 
-PLACE = re.compile(r"\{([^{}\n]+)\}")
+PLACEHOLDER = re.compile(r"\{([^{}\n]+)\}")
 
 
 def fill_template(template: str, row: Row, random: Random) -> str:
@@ -219,9 +219,9 @@ def fill_template(template: str, row: Row, random: Random) -> str:
     entries with spaces. Null and missing values become "". Raises `BadRow` for a column that the
     row lacks.
     """
-    if not PLACE.search(template):
+    if not PLACEHOLDER.search(template):
         return _to_text(pick_value(template, row, random))
-    return PLACE.sub(lambda match: _to_text(pick_value(match[1], row, random)), template)
+    return PLACEHOLDER.sub(lambda match: _to_text(pick_value(match[1], row, random)), template)
 
 
 def pick_value(path: str, row: Row, random: Random) -> Any:

@@ -27,9 +27,8 @@ from weft.reading import suggest_sibling
 from weft.writing import rename, resolve_destination
 
 READ_TIMEOUT_S = 60.0  # timeout in seconds for the next bytes of a download
-PARQUET_REVISION = (
-    "refs/convert/parquet"  # revision in which the hub has CONFIG/SPLIT/*.parquet files
-)
+# revision in which the hub has CONFIG/SPLIT/*.parquet files
+PARQUET_REVISION = "refs/convert/parquet"
 
 Found = TypeVar("Found")
 
@@ -58,9 +57,9 @@ def locate(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles
 
     Raises `DataError` if no files are found.
     """
-    at_hand = find_local(entry, path, cache)
-    if at_hand is not None:
-        return at_hand
+    local = find_local(entry, path, cache)
+    if local is not None:
+        return local
     if entry.repo is not None:
         return choose_files(entry, _download_from_hub(entry, cache))
     if entry.url is not None:
@@ -201,8 +200,9 @@ def _read_nested_rows(file: Path, key: str) -> list[Row] | None:
     return rows if isinstance(rows, list) else None
 
 
-def _is_pattern(which: str) -> bool:
-    return "*" in which or "." in which
+def _is_pattern(selection: str) -> bool:
+    """Return whether a selection of files is a pattern of file names, and not a split."""
+    return "*" in selection or "." in selection
 
 
 def _find_matching(root: Path, pattern: str) -> list[Path]:
@@ -216,9 +216,10 @@ def _find_matching(root: Path, pattern: str) -> list[Path]:
         if not any(part.startswith(".") for part in file.relative_to(root).parts):
             visible_files.append(file)
     matching: list[Path] = []
-    for f in visible_files:
-        if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern):
-            matching.append(f)
+    for file in visible_files:
+        path = file.relative_to(root).as_posix()
+        if fnmatch(path, pattern) or fnmatch(file.name, pattern):
+            matching.append(file)
     return matching
 
 
@@ -305,15 +306,14 @@ def _explain_error(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _describe_missing(entry: CatalogueEntry, cache: Path, why: str) -> str:
+def _describe_missing(entry: CatalogueEntry, cache: Path, reason: str) -> str:
     """Format the error message for a failed download.
 
-    `why` is the reason for the failure. The message says in which folder a local copy can be put.
+    `reason` is the reason for the failure. The message names the folder for a local copy.
     """
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (
         f"{entry.name}: there is no local copy, and nothing could be fetched from "
-        f"{entry.origin}{licence}: {why}; put its "
-        f"files in {find_copies_folder(entry, cache)}, or name them with path: {{{entry.name}: {{path: "
-        f"FILE_OR_FOLDER}}}}"
+        f"{entry.origin}{licence}: {reason}; put its files in {find_copies_folder(entry, cache)}, "
+        f"or name them with path: {{{entry.name}: {{path: FILE_OR_FOLDER}}}}"
     )

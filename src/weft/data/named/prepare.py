@@ -28,7 +28,8 @@ from weft.registry import datasets, readers
 from weft.writing import rename, resolve_destination, write
 
 VERSION = 3  # increased when the same rows give other examples or another report
-OF_TYPE = {
+# dataset type -> mode in which named datasets are prepared for it
+MODE_BY_TYPE = {
     "prompt_answer": "sft",
     "chat": "sft",
     "text": "sft",
@@ -69,13 +70,13 @@ def find_mode(dataset_type: str) -> str:
 
     Raises `ConfigError` for a type that is not built into weft.
     """
-    if dataset_type not in OF_TYPE:
+    if dataset_type not in MODE_BY_TYPE:
         raise ConfigError(
             f"dataset.type={dataset_type!r}: named datasets have rows of weft's own types; leave "
             f"dataset.type out, and set "
             "`type` of the sources that are files"
         )
-    return OF_TYPE[dataset_type]
+    return MODE_BY_TYPE[dataset_type]
 
 
 def find_cache_root(cache_dir: str | None) -> Path:
@@ -107,9 +108,9 @@ def prepare(
             f"{entry.name}: is of no use in mode {mode}; it is for {', '.join(entry.modes)}"
         )
     reader: Reader = readers.get(entry.reader)
-    options, of_form = _split_options(entry, reader, source.args, mode)
+    reader_options, type_options = _split_options(entry, reader, source.args, mode)
     dataset_files = locate(entry, source.path or None, cache)
-    conversion = _DatasetConversion(entry, reader, options, mode)
+    conversion = _DatasetConversion(entry, reader, reader_options, mode)
     # The folder is hidden, so that it is not read as data if it is inside a folder of copies.
     folder = (
         cache / ".named" / entry.name / f"{mode}-{conversion.compute_digest(dataset_files, split)}"
@@ -122,18 +123,19 @@ def prepare(
             or "the files have none"
         )
         raise DataError(f"{entry.name}: no row is left for mode {mode} ({reasons})")
-    read = replace(
+    valid_path = source.valid_path
+    if report["valid"] and valid_path is None:
+        valid_path = str(folder / "valid.jsonl")
+    prepared = replace(
         source,
         path=str(folder / "train.jsonl"),
         type=report["type"],
-        valid_path=str(folder / "valid.jsonl")
-        if report["valid"] and source.valid_path is None
-        else source.valid_path,
+        valid_path=valid_path,
         valid_split=0.0,
         split=None,
-        args=of_form,
+        args=type_options,
     )
-    return PreparedSource(read, tuple(_build_notes(entry.name, report)))
+    return PreparedSource(prepared, tuple(_build_notes(entry.name, report)))
 
 
 def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
@@ -169,13 +171,13 @@ def _split_options(
     `ConfigError` for unknown options, and if an option that the reader requires is missing.
     """
     reader_options = list_reader_options(reader)
-    of_type = set()
-    for kind in (datasets.get(TYPES[mode]).form, LengthLimits):
-        for spec in fields(kind):
-            of_type.add(spec.name)
+    type_options = set()
+    for options_class in (datasets.get(TYPES[mode]).form, LengthLimits):
+        for spec in fields(options_class):
+            type_options.add(spec.name)
     for name in args:
-        if name not in reader_options and name not in of_type:
-            close = find_nearest(name, [*reader_options, *of_type])
+        if name not in reader_options and name not in type_options:
+            close = find_nearest(name, [*reader_options, *type_options])
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             else:
@@ -246,7 +248,7 @@ class _DatasetConversion:
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
-        counted = ReaderContext(self.entry.name, self.mode)
+        counters = ReaderContext(self.entry.name, self.mode)
         valid_files = files.valid if split.own else []
         try:
             # Write the rows to temporary files.
@@ -255,13 +257,14 @@ class _DatasetConversion:
                 parts[1].open("w") as valid,
                 track_unread_keys() as unread,
             ):
-                dataset_type, groups = self._write(files.train, train, counted)
+                dataset_type, groups = self._write(files.train, train, counters)
                 counts = [len(groups), 0]
                 if valid_files:
-                    of_valid, valid_groups = self._write(
-                        valid_files, valid, replace(counted, training=False), start=len(groups)
+                    valid_type, valid_groups = self._write(
+                        valid_files, valid, replace(counters, training=False), start=len(groups)
                     )
-                    counts[1], dataset_type = len(valid_groups), dataset_type or of_valid
+                    counts[1] = len(valid_groups)
+                    dataset_type = dataset_type or valid_type
             # Hold out rows for validation if the source has no validation split.
             if split.share > 0 and not valid_files:
                 counts = _divide_rows(parts, hold_out(groups, split.share).tolist())
@@ -274,8 +277,8 @@ class _DatasetConversion:
             "type": dataset_type,
             "train": counts[0],
             "valid": counts[1],
-            "left_out": dict(+counted.left_out),
-            "cut": dict(+counted.cut),
+            "left_out": dict(+counters.left_out),
+            "cut": dict(+counters.cut),
             "unread": sorted(unread),
         }
         write(folder / "report.json", json.dumps(report))
@@ -351,7 +354,7 @@ class _FileRows:
                     raise BadRow(row.reason)
                 yield row
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        # Errors that come now are about no single row: the reader collects all rows first.
+        # Some readers collect all rows first. Later errors do not concern a single row.
         self.place = RowLocation(f"{format_file_name(self.entry, self.files[0])}{more}", 0)
 
 
@@ -364,8 +367,8 @@ def _divide_rows(parts: Sequence[Path], is_held_out: Sequence[bool]) -> list[int
     all_rows = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], all_rows)
     with all_rows.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
-        for line, out in zip(lines, is_held_out, strict=True):
-            target = valid if out else train
+        for line, goes_to_valid in zip(lines, is_held_out, strict=True):
+            target = valid if goes_to_valid else train
             target.write(line)
     all_rows.unlink()
     return [len(is_held_out) - sum(is_held_out), sum(is_held_out)]

@@ -88,10 +88,10 @@ class NullEngine:
     ) -> None:
         _refuse("take parameters")
 
-    def save_state(self, d: Path) -> None:
+    def save_state(self, directory: Path) -> None:
         """Do nothing: there is no state."""
 
-    def load_state(self, d: Path) -> None:
+    def load_state(self, directory: Path) -> None:
         """Do nothing: there is no state."""
 
     def offload(self, what: Literal["weights", "optimizer"]) -> None:
@@ -100,7 +100,7 @@ class NullEngine:
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
         """Do nothing: there are no weights."""
 
-    def save_model(self, d: Path, tokenizer: Any) -> None:
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
         _refuse("be saved")
 
     @property

@@ -469,7 +469,7 @@ class JaxEngine:
 
     # -- on disk
 
-    def save_state(self, d: Path) -> None:
+    def save_state(self, directory: Path) -> None:
         """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
 
         If all hosts see the directory of the first one, each writes the shards of its own devices
@@ -482,35 +482,35 @@ class JaxEngine:
         if self._optimizer is not None:
             tensors[OPTIMIZER] = self._optimizer.select_tensors()
             values["optimizer"] = self._optimizer.collect_values()
-        folder = find_shared_folder(d)
+        folder = find_shared_folder(directory)
         if folder is None:
             for stem, stored in tensors.items():
-                write_on_first_host(d / f"{stem}.safetensors", HostTensors(stored))
+                write_on_first_host(directory / f"{stem}.safetensors", HostTensors(stored))
         else:
             with wait_for_all_hosts(f"{folder}: a host could not write its part"):
                 for stem, stored in tensors.items():
                     write_own_shards(folder, stem, stored)
         if jax.process_index() == 0:
-            checkpoint.write_values(d / STATE, values)
+            checkpoint.write_values(directory / STATE, values)
 
-    def load_state(self, d: Path) -> None:
+    def load_state(self, directory: Path) -> None:
         """Load the state that either engine wrote.
 
         Raises `CheckpointError` if the state is damaged or belongs to another kind of role.
         """
-        values = checkpoint.read_values(d / STATE, trained=self._optimizer is not None)
-        saved = checkpoint.SavedTensors(d, PARAMETERS)
+        values = checkpoint.read_values(directory / STATE, trained=self._optimizer is not None)
+        saved = checkpoint.SavedTensors(directory, PARAMETERS)
         slices = self.slices()
         for name in saved.names:
             if name not in slices:
-                raise CheckpointError(f"{d}: the state has {name!r}, which this role lacks")
+                raise CheckpointError(f"{directory}: the state has {name!r}, which this role lacks")
         for name in sorted(self.trained_names - set(saved.names)):
-            raise CheckpointError(f"{d}: the state lacks {name!r}, which this role trains")
+            raise CheckpointError(f"{directory}: the state lacks {name!r}, which this role trains")
         self._is_written = not self.trained_names.issuperset(saved.names)
         keys = {name: name for name in saved.names}
         self._stacks.load(self._network.arrays, keys, lambda name: saved.read(name, slices[name]))
         if self._optimizer is not None:
-            state = checkpoint.SavedTensors(d, OPTIMIZER)
+            state = checkpoint.SavedTensors(directory, OPTIMIZER)
 
             def read(key: str) -> Tensor:
                 return state.read(key, slices.get(key.rsplit("/", 1)[0]))
@@ -518,7 +518,7 @@ class JaxEngine:
             self._optimizer.load(state.names, read, values["optimizer"])
         self.version = values["version"]
 
-    def save_model(self, d: Path, tokenizer: Any) -> None:
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
         The first process writes one tensor after the other, and the others take part in gathering
@@ -526,7 +526,7 @@ class JaxEngine:
         """
         with read_on_first_host(HostTensors(self._select(self._stacks.places))) as tensors:
             if tensors is not None:
-                self._built.save(d, tensors, tokenizer)
+                self._built.save(directory, tensors, tokenizer)
 
     def _select(self, names: Iterable[str]) -> dict[str, StoredArray]:
         """Return where the values of parameters are, in the order that all hosts have."""

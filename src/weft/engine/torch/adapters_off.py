@@ -99,10 +99,10 @@ class BaseWeightsEngine:
     ) -> None:
         _refuse("written to")
 
-    def save_state(self, d: Path) -> None:
+    def save_state(self, directory: Path) -> None:
         """Do nothing: the base weights never change."""
 
-    def load_state(self, d: Path) -> None:
+    def load_state(self, directory: Path) -> None:
         """Do nothing: the base weights never change."""
 
     def offload(self, what: Literal["weights", "optimizer"]) -> None:
@@ -111,7 +111,7 @@ class BaseWeightsEngine:
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
         """Do nothing: the engine of the trained role loads the weights when they are needed."""
 
-    def save_model(self, d: Path, tokenizer: Any) -> None:
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
         _refuse("saved")
 
     @property

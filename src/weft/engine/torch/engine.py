@@ -99,9 +99,9 @@ def score(
     max_tokens: int,
 ) -> SequenceSample:
     """Return the outputs of a network for each id of a batch, as `TorchEngine.forward` does."""
-    how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
+    settings = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
     parts = split_batch(batch, max_tokens, "sequence")
-    work = ScoringProcessor(network, how, device)
+    work = ScoringProcessor(network, settings, device)
     outputs = []
     for result in collectives.run(network, parts, work, trains=False):
         if result is not None:
@@ -460,9 +460,9 @@ class TorchEngine:
         """
         if what == "weights":
             self._reusable_caches.drop()
-            self._masters.leave()
+            self._masters.offload()
         elif self._optimizer is not None:
-            self._optimizer.leave()
+            self._optimizer.offload()
 
     def onload(self, what: What) -> None:
         """Move weights or optimizer state back to the device.
@@ -471,26 +471,29 @@ class TorchEngine:
         forward passes and optimizer steps wait for the data that they need.
         """
         if what == "weights":
-            self._masters.come()
+            self._masters.fetch()
         elif self._optimizer is not None:
-            self._optimizer.come()
+            self._optimizer.fetch()
 
     # -- on disk
 
-    def save_state(self, d: Path) -> None:
+    def save_state(self, directory: Path) -> None:
         """Write the state needed to resume training exactly.
 
         Frozen weights that were never written to are omitted: the backend reads them from the model
         directory.
         """
         values: dict[str, Any] = {"version": self.version}
-        self._write(d / self._collectives.name_file(PARAMETERS), self._masters.changed_tensors)
+        self._write(
+            directory / self._collectives.name_file(PARAMETERS), self._masters.changed_tensors
+        )
         if self._optimizer is not None:
             self._write(
-                d / self._collectives.name_file(OPTIMIZER), self._optimizer.collect_tensors()
+                directory / self._collectives.name_file(OPTIMIZER),
+                self._optimizer.collect_tensors(),
             )
             values["optimizer"] = self._optimizer.collect_values()
-        checkpoint.write_values(d / STATE, values)
+        checkpoint.write_values(directory / STATE, values)
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write to `path` the `tensors` that this rank must save."""
@@ -508,21 +511,21 @@ class TorchEngine:
                 places[key] = slices[owners[key]]
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
-    def load_state(self, d: Path) -> None:
+    def load_state(self, directory: Path) -> None:
         """Load the state that `save_state` wrote, possibly with a different layout.
 
         Raises `CheckpointError` if the state is damaged, or if a trained role loads the state of a
         frozen role or the reverse.
         """
-        values = checkpoint.read_values(d / STATE, trained=self._optimizer is not None)
+        values = checkpoint.read_values(directory / STATE, trained=self._optimizer is not None)
         self.onload("weights")
-        self._masters.load(self._read(d, PARAMETERS))
+        self._masters.load(self._read(directory, PARAMETERS))
         if self._optimizer is not None:
-            self._optimizer.load(self._read(d, OPTIMIZER), values["optimizer"])
+            self._optimizer.load(self._read(directory, OPTIMIZER), values["optimizer"])
         self.version = values["version"]
 
-    def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
-        """Return this rank's slices of the tensors in the files `{stem}*.safetensors` in `d`.
+    def _read(self, directory: Path, stem: str) -> dict[str, Tensor]:
+        """Return this rank's slices of the tensors in the files `{directory}/{stem}*.safetensors`.
 
         For example, the optimizer state has the stem "optimizer". The result may contain names that
         this role doesn't have; the caller handles them.
@@ -531,9 +534,11 @@ class TorchEngine:
             shapes: Mapping[str, Any] = {}
         else:
             shapes = self._built.part.shapes
-        return optimizer.read(checkpoint.SavedTensors(d, stem), self._masters.list_slices(), shapes)
+        return optimizer.read(
+            checkpoint.SavedTensors(directory, stem), self._masters.list_slices(), shapes
+        )
 
-    def save_model(self, d: Path, tokenizer: Any) -> None:
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
         With adapters, the directory contains the merged model, and its subdirectory `adapter/`
@@ -541,7 +546,7 @@ class TorchEngine:
         """
         parameters = self._collectives.gather_parameters(self._masters.exact_tensors)
         if parameters is not None:
-            self._built.save(d, parameters, tokenizer)
+            self._built.save(directory, parameters, tokenizer)
 
     def without_adapters(self) -> BaseWeightsEngine | None:
         """Return an engine for the frozen base weights, or None if the role has no adapters."""

@@ -1,9 +1,9 @@
 """Offloading of device tensors to host memory, and copies of gradients and master weights.
 
     memory = HostMemory([[embedding], [weights of block 0], ...], lane)
-    memory.leave()         # copies all groups to the host and frees the device memory
-    memory.fetch()         # starts copies to the device, in order of the groups
-    memory.hold(0)         # later work on the current stream waits for group 0
+    memory.offload()            # copies all groups to the host and frees the device memory
+    memory.fetch()              # starts copies to the device, in order of the groups
+    memory.make_device_wait(0)  # later work on the current stream waits for group 0
 
 Each group of tensors, such as the weights of one block, is fetched and waited for separately.
 
@@ -55,15 +55,15 @@ class _TensorStorage:
 class HostMemory:
     """Pinned host memory to which groups of device tensors are offloaded.
 
-    `leave` copies all groups to the host, and `fetch` copies selected groups back. After `fetch`,
-    call `hold` or `wait` for a group before its tensors are read on the device.
+    `offload` copies all groups to the host, and `fetch` copies selected groups back. After `fetch`,
+    call `make_device_wait` or `wait` for a group before its tensors are read on the device.
 
     While a tensor is offloaded, its device storage is empty (resized to 0 bytes). The tensor object
     stays the same, so views, optimizers and hooks stay valid. Host memory is allocated once and
     kept.
 
-    Tensors in `constant` are assumed not to change, so only the first `leave` copies them. After
-    `mark_changed`, every `leave` copies them.
+    Tensors in `constant` are assumed not to change, so only the first `offload` copies them. After
+    `mark_changed`, every `offload` copies them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HostMemory:
                 self._blocks[id(tensor)] = block
         self._away: set[int] = set()
         self._arriving: dict[int, CopyMark] = {}
-        self._left: CopyMark | None = None  # end of the last copy to the host
+        self._offload_end: CopyMark | None = None  # end of the last copy to the host
 
     @property
     def is_offloaded(self) -> bool:
@@ -100,13 +100,13 @@ class HostMemory:
     def mark_changed(self) -> None:
         """Record that tensors that were assumed to be constant may have changed.
 
-        Every later call of `leave` then copies all tensors to the host.
+        Every later call of `offload` then copies all tensors to the host.
         """
         for group in self._groups:
             for block in group:
                 block.constant = False
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Copy all groups of tensors on the device to the host, and free their device memory.
 
         The host doesn't wait for the copies.
@@ -128,8 +128,9 @@ class HostMemory:
                         block.size // block.tensor.itemsize, block.tensor.dtype
                     )
                 self._lane.copy(block.host, block.flat)
-        self._left = self._lane.mark()
-        self._left.make_device_wait()  # later work may reuse the freed memory only after the copies
+        self._offload_end = self._lane.mark()
+        # Later work may reuse the freed memory only after the copies.
+        self._offload_end.make_device_wait()
         for block in blocks:
             block.resize(0)
         self._away.update(on_device)
@@ -158,7 +159,7 @@ class HostMemory:
             self._arriving[number] = self._lane.mark()
         self._away.difference_update(offloaded)
 
-    def hold(self, *numbers: int) -> None:
+    def make_device_wait(self, *numbers: int) -> None:
         """Make later work on the current stream wait until groups of tensors have been fetched.
 
         `numbers` are the indices of the groups (default: all groups that are being fetched).
@@ -183,9 +184,9 @@ class HostMemory:
         block = self._blocks.get(id(tensor))
         if block is None or block.group not in self._away:
             return None
-        if self._left is not None:
-            self._left.wait()
-            self._left = None
+        if self._offload_end is not None:
+            self._offload_end.wait()
+            self._offload_end = None
         assert block.host is not None, "offloaded tensors have a copy in host memory"
         return block.host.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -208,7 +209,7 @@ class BlockFetcher:
         self._gathered = gathered
         self._hooks: list[RemovableHandle] = []
 
-    def come(self) -> None:
+    def fetch(self) -> None:
         """Start fetching all groups of tensors, and let each block wait for its own group.
 
         Does nothing if all tensors are on the device.
@@ -227,7 +228,7 @@ class BlockFetcher:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.memory.hold()
+        self.memory.make_device_wait()
 
     def _on_block_start(self, number: int, *_: object) -> None:
         self._hooks[number - 1].remove()
@@ -237,7 +238,7 @@ class BlockFetcher:
         if self._gathered:
             self.memory.wait(number)
         else:
-            self.memory.hold(number)
+            self.memory.make_device_wait(number)
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,7 @@ class HostGradientAccumulator:
             )
 
     def finish(self) -> None:
+        """Wait until all gradients passed to `add` are in their target tensors."""
         while self._coming:
             self._take()
 
@@ -316,7 +318,7 @@ class MasterUploader:
 
     `put` rounds the values to the device tensor's dtype on the host, and copies them to the device
     in the background. The source may be changed as soon as `put` returns. Work that is submitted to
-    the device after a call of `hold` waits for the copies.
+    the device after a call of `make_device_wait` waits for the copies.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
@@ -341,7 +343,8 @@ class MasterUploader:
             self._lane.copy(flat_target[low:high], rounded)
             self._going.append((self._lane.mark(), buffer))
 
-    def hold(self) -> None:
+    def make_device_wait(self) -> None:
+        """Make later work on the current stream wait for the copies that `put` has started."""
         if self._begun:
             self._lane.mark().make_device_wait()
             self._begun = False

@@ -4,7 +4,7 @@ If the network computes in float32, the two are the same tensors. Otherwise the 
 per step, the gradient of each micro-batch is added to the master's gradient in float32, and frozen
 tensors exist in the compute dtype only. Masters may be kept in host memory (`home`). Gradients are
 then moved to the host as they are computed, and the optimizer updates the masters there. All
-parameters on the device can be offloaded (`leave`) and fetched back block by block (`come`).
+parameters on the device can be offloaded (`offload`) and fetched back block by block (`fetch`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class MasterWeights:
         self._values = MasterUploader(lane)
         # masters whose new values are already being copied to the device
         self._sent: set[str] = set()
-        self._mover: BlockFetcher | None = None  # set by the first `leave`
+        self._mover: BlockFetcher | None = None  # set by the first `offload`
         for name, parameter in network.named_parameters():
             if name in self._masters:
                 if home is None:
@@ -239,7 +239,7 @@ class MasterWeights:
                     self._values.put(self._copies[name].detach(), master.detach())
         self._sent.clear()
         if self._homed:
-            self._values.hold()
+            self._values.make_device_wait()
 
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
         """Start copying the new values of `masters` to the compute copies on the device.
@@ -255,7 +255,7 @@ class MasterWeights:
 
     # -- device and host
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Move all parameters from the device to host memory and free the device memory.
 
         If master weights are kept on a separate device (`home`), they stay there. Does nothing if
@@ -273,16 +273,16 @@ class MasterWeights:
             self._mover = BlockFetcher(memory, self._blocks, gathered=self._shards is not None)
         if self._shards is not None:
             self._shards.reshard()
-        self._mover.memory.leave()
+        self._mover.memory.offload()
 
-    def come(self) -> None:
+    def fetch(self) -> None:
         """Start fetching all parameters back to the device.
 
         Forward passes wait for the blocks they need. All other code must call `wait_for_copies`
         before it uses the parameters.
         """
         if self._mover is not None:
-            self._mover.come()
+            self._mover.fetch()
 
     def wait_for_copies(self) -> None:
         """Wait for all pending copies: parameters to the device and gradients to the host."""
@@ -393,14 +393,14 @@ class MasterWeights:
         if part.parameter.dtype not in HALF or part.name in self._masters:
             return False
         was_offloaded = self._is_offloaded
-        self.come()
+        self.fetch()
         self.wait_for_copies()
         self._masters[part.name] = nn.Parameter(
             part.parameter.detach().float(), requires_grad=False
         )
         self._mover = None  # the set of tensors to offload has changed
         if was_offloaded:
-            self.leave()
+            self.offload()
         return True
 
 

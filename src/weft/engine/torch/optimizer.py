@@ -337,7 +337,7 @@ class Optimizer:
         self._lane = lane
         self._updated = updated
         self._buckets = _split_buckets(self._parameters)
-        self._memory: HostMemory | None = None  # host copies of the state; set by the first `leave`
+        self._memory: HostMemory | None = None  # copies of the state; set by the first `offload`
         self._held: list[list[Tensor]] = []  # tensors in `_memory`, by bucket
 
     @property
@@ -408,7 +408,7 @@ class Optimizer:
             for number, bucket in enumerate(self._buckets):
                 if memory is not None:
                     memory.fetch(*range(number, min(number + 2, len(self._buckets))))
-                    memory.hold(number)
+                    memory.make_device_wait(number)
                 group["params"] = bucket
                 self._optimizer.step()
                 if self._updated is not None:
@@ -519,7 +519,7 @@ class Optimizer:
             **steps,
         }
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Move the state to host memory, except the step counters."""
         if self._lane is None or not self._lane.has_separate_memory:
             return
@@ -537,16 +537,16 @@ class Optimizer:
         # Tensors are compared by identity: new ones need new host memory.
         ids = [[*map(id, tensors)] for tensors in held]
         if self._memory is None or ids != [[*map(id, tensors)] for tensors in self._held]:
-            self.come()
+            self.fetch()
             self._memory = HostMemory(held, self._lane)
             self._held = held
-        self._memory.leave()
+        self._memory.offload()
 
-    def come(self) -> None:
+    def fetch(self) -> None:
         """Start fetching the state to the device now, instead of during the next step."""
         if self._memory is not None:
             self._memory.fetch()
-            self._memory.hold()
+            self._memory.make_device_wait()
 
 
 def clip_divisor(norm: Tensor, most: float) -> Tensor:

@@ -106,21 +106,21 @@ def share_training_prefixes(
 
 
 def mask_read_rows(
-    part: SequenceSample, layout: PackLayout, how: PassSettings
+    part: SequenceSample, layout: PackLayout, settings: PassSettings
 ) -> npt.NDArray[np.bool_]:
     """Return a mask `[N]` of the rows whose output is needed.
 
     The row of a completion's first token is not needed if the prompt is empty, because no token
-    precedes it. With `how.trained_only`, rows whose loss mask is 0 are not needed either.
+    precedes it. With `settings.trained_only`, rows whose loss mask is 0 are not needed either.
     """
-    counts = layout.index_rows(how.extra)[1]
-    if how.trained_only and "loss_mask" in part.data:
+    counts = layout.index_rows(settings.extra)[1]
+    if settings.trained_only and "loss_mask" in part.data:
         counts = counts & np.not_equal(to_host_array(part.data["loss_mask"]), 0.0)
     return counts
 
 
 def prepare(
-    network: nn.Module, part: SequenceSample, how: PassSettings, device: torch.device
+    network: nn.Module, part: SequenceSample, settings: PassSettings, device: torch.device
 ) -> PreparedPass:
     """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
@@ -131,44 +131,47 @@ def prepare(
     # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)
     if (
-        how.dropout is None
-        and how.aux_loss is None
+        settings.dropout is None
+        and settings.aux_loss is None
         and cast(PrefixSharingNetwork, network).can_share_prefixes(int(layout.lengths.max()))
     ):
         keys = part.data
-        if how.trained_only or SCORED_ONCE in part.metadata:
+        if settings.trained_only or SCORED_ONCE in part.metadata:
             layout = share_training_prefixes(layout, keys, part, device)
         else:
             layout = share_prompts(layout, keys)
     # Pack them with all that the pass needs.
-    if "given_logprobs" in how.want:
+    if "given_logprobs" in settings.want:
         ids: Tensor | TopIds | None = build_given_ids(part, device)
     else:
-        ids = how.top
+        ids = settings.top
     packed = replace(
-        pack(part, layout, device, extra=how.extra),
-        aux_loss=how.aux_loss,
-        row_gradient=how.gradient,
+        pack(part, layout, device, extra=settings.extra),
+        aux_loss=settings.aux_loss,
+        row_gradient=settings.gradient,
         ids=ids,
     )
-    if how.dropout is not None:
+    if settings.dropout is not None:
         packed = replace(
             packed,
-            dropout=DropoutKeys.from_sequences(*how.dropout, list_sequence_keys(part), device),
+            dropout=DropoutKeys.from_sequences(*settings.dropout, list_sequence_keys(part), device),
         )
     # Compute only the rows whose output is read.
     support = build_support(part, device)
-    counts = mask_read_rows(part, layout, how)
-    if counts.all() or "scores" in how.want:
+    counts = mask_read_rows(part, layout, settings)
+    if counts.all() or "scores" in settings.want:
         return PreparedPass(
-            part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out
+            part,
+            layout,
+            Microbatch(packed, settings.want, settings.temperature, support),
+            lambda out: out,
         )
     chosen = np.flatnonzero(counts)
     rows = put(chosen, device)
     given = Microbatch(
         packed.select_rows(rows),
-        how.want,
-        how.temperature,
+        settings.want,
+        settings.temperature,
         None if support is None else support.select(chosen),
     )
     return PreparedPass(part, layout, given, lambda out: scatter_rows(out, rows, len(counts)))
@@ -199,14 +202,14 @@ class ScoringProcessor:
     """
 
     network: nn.Module
-    how: PassSettings
+    settings: PassSettings
     device: torch.device
 
     def prepare(self, part: SequenceSample) -> PreparedPass:
-        return prepare(self.network, part, self.how, self.device)
+        return prepare(self.network, part, self.settings, self.device)
 
     def build_filler(self) -> PreparedPass:
-        return prepare_filler(self.network, self.how.want, self.device)
+        return prepare_filler(self.network, self.settings.want, self.device)
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> SequenceSample | None:
         if prepared.part is None:

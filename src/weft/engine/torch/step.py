@@ -403,7 +403,7 @@ class _TrainingProcessor:
         if loss.by_row:
             gradient = build_row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
         # Copy the batch to the device.
-        how = PassSettings(
+        settings = PassSettings(
             loss.outputs,
             step.temperature,
             dropout=dropout,
@@ -411,14 +411,14 @@ class _TrainingProcessor:
             trained_only=True,
             gradient=gradient,
         )
-        prepared = prepare(step.network, part, how, step.device)
+        prepared = prepare(step.network, part, settings, step.device)
         # Count the operations, for the FLOP/s shown: the head computes read rows only.
         layout = prepared.layout
         scores = "scores" in loss.outputs
         if scores:
             counted = float(len(layout.length))
         else:
-            counted = float(np.count_nonzero(mask_read_rows(part, layout, how)))
+            counted = float(np.count_nonzero(mask_read_rows(part, layout, settings)))
         self.passes.operations.append(
             step.cost.count_training_flops(
                 layout.segment_lengths, rows=counted, across=layout.num_cross_pairs

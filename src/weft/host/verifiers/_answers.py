@@ -13,12 +13,12 @@ from typing import Any
 from weft.host.verifiers._latex import extract_braced
 
 COLUMNS = ("answer", "ground_truth", "solution", "target")  # names of the column, in this order
-MOST_EXPONENT = 400  # largest exponent of a power or of scientific notation
-MOST_DIGITS = 1000  # maximum number of characters of a number
+MAX_EXPONENT = 400  # largest exponent of a power or of scientific notation
+MAX_DIGITS = 1000  # maximum number of characters of a number
 
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 SUPERSCRIPT = re.compile("(?<=[0-9)])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-VULGAR = {
+FRACTION_SIGNS = {
     "½": "1/2",
     "⅓": "1/3",
     "⅔": "2/3",
@@ -100,18 +100,20 @@ def _normalize_spelling(text: str) -> str:
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
     text = UNIT_POWER.sub(" ", text)
     text = FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]}", text)
-    return re.sub(f"[{''.join(VULGAR)}]", lambda match: f" {VULGAR[match.group()]}", text)
+    return re.sub(
+        f"[{''.join(FRACTION_SIGNS)}]", lambda match: f" {FRACTION_SIGNS[match.group()]}", text
+    )
 
 
 def _parse_match(match: re.Match[str]) -> Fraction | None:
-    if match["root"] or len(match.group()) > MOST_DIGITS:
+    if match["root"] or len(match.group()) > MAX_DIGITS:
         return None
     value = Fraction(re.sub(GROUP, "", match["whole"]))
     if match["scale"]:
         value *= 10 ** SCALES[match["scale"].lower()]
     exponent = int(match["exponent"] or match["ten"] or match["ten_braced"] or 0)
     power = int(match["power"] or match["power_braced"] or 1)
-    if abs(exponent) > MOST_EXPONENT or abs(power) > MOST_EXPONENT:
+    if abs(exponent) > MAX_EXPONENT or abs(power) > MAX_EXPONENT:
         return None
     try:
         value = value**power * Fraction(10) ** exponent
@@ -124,17 +126,17 @@ def _parse_match(match: re.Match[str]) -> Fraction | None:
 
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
-MOST_BOXES = 20  # maximum number of boxes that are examined, counted from the last one
+MAX_BOXES = 20  # maximum number of boxes that are examined, counted from the last one
 GAP = r"(?:[\s$,;.]|\\[()\[\],;]|\\q?quad)*"
 # Text between the boxes of one answer
-JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")
-MOST_JOINT = 40  # maximum number of characters of that text
-SAID = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(?=\S)", re.IGNORECASE)
+SEPARATOR = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")
+MAX_SEPARATOR = 40  # maximum number of characters of that text
+STATEMENT = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(?=\S)", re.IGNORECASE)
 NEGATED = re.compile(r"not\b(?:.{0,80}?\bbut\s+(?:rather\s+)?(?=\S))?", re.IGNORECASE)
 FORMULA = re.compile(r"\s*(?:\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
 # Text between the formulas of one answer
-NEXT = re.compile(r"\s*(?:,\s*(?:and\s|or\s)?|and\s|or\s)\s*(?=\$|\\[(\[])")
-ENDED = re.compile(
+FORMULA_SEPARATOR = re.compile(r"\s*(?:,\s*(?:and\s|or\s)?|and\s|or\s)\s*(?=\$|\\[(\[])")
+ANSWER_END = re.compile(
     r"\.(?:\s|$)|[,;]?\s+(?:because|since|as|so|which|where|when|for)\s", re.IGNORECASE
 )
 
@@ -150,23 +152,23 @@ def extract_boxed(text: str) -> str | None:
     A box is `\boxed{...}` or `\boxed 5`. Braces in the content are balanced. The contents of
     adjacent boxes are joined into one list.
     """
-    answer: list[str] = []
+    contents: list[str] = []
     begin = 0  # start of the following box
-    for match in reversed(list(BOX.finditer(text))[-MOST_BOXES:]):
+    for match in reversed(list(BOX.finditer(text))[-MAX_BOXES:]):
         rest = text[match.end() :]
         in_braces = rest.startswith("{")
         if in_braces:
-            inside = extract_braced(rest)
+            content = extract_braced(rest)
         else:
-            inside = re.split(r"[\s$.]", rest, maxsplit=1)[0]
-        if not inside:
+            content = re.split(r"[\s$.]", rest, maxsplit=1)[0]
+        if not content:
             continue
-        end = match.end() + len(inside) + 2 * in_braces
-        if answer and not (begin - end <= MOST_JOINT and JOINT.fullmatch(text[end:begin])):
+        end = match.end() + len(content) + 2 * in_braces
+        if contents and not (begin - end <= MAX_SEPARATOR and SEPARATOR.fullmatch(text[end:begin])):
             break
-        answer.insert(0, inside)
+        contents.insert(0, content)
         begin = match.start()
-    return ", ".join(dict.fromkeys(answer)) if answer else None
+    return ", ".join(dict.fromkeys(contents)) if contents else None
 
 
 def extract_stated(text: str) -> str | None:
@@ -178,23 +180,23 @@ def extract_stated(text: str) -> str | None:
     """
     # Find the statement.
     rest = _extract_tagged(text) or ""
-    negated = False
+    is_negated = False
     if not rest:
-        for match in SAID.finditer(text):
-            other = NEGATED.match(text, match.end())
-            if other and other.group().lower() == "not":
-                negated = True
+        for match in STATEMENT.finditer(text):
+            negation = NEGATED.match(text, match.end())
+            if negation and negation.group().lower() == "not":
+                is_negated = True
             else:
-                rest = text[other.end() if other else match.end() :]
+                rest = text[negation.end() if negation else match.end() :]
     rest = rest.strip()
     if not rest:
-        return "" if negated else None
+        return "" if is_negated else None
     # Extract the answer from it.
     formulas = _extract_formulas(rest)
     if formulas:
         return formulas
     line = rest.replace("**", "").strip().split("\n", 1)[0]
-    return ENDED.split(line, maxsplit=1)[0].lstrip(" *_`").rstrip(" .*_`") or None
+    return ANSWER_END.split(line, maxsplit=1)[0].lstrip(" *_`").rstrip(" .*_`") or None
 
 
 def _extract_tagged(text: str) -> str | None:
@@ -212,8 +214,8 @@ def _extract_formulas(text: str) -> str | None:
     position = 0
     while match := FORMULA.match(text, position):
         formulas.append(next(group for group in match.groups() if group is not None).strip())
-        joint = NEXT.match(text, match.end())
-        if joint is None:
+        separator = FORMULA_SEPARATOR.match(text, match.end())
+        if separator is None:
             break
-        position = joint.end()
+        position = separator.end()
     return ", ".join(formulas) or None

@@ -45,9 +45,9 @@ def split_sentences(text: str) -> list[str]:
 
     A sentence ends in . ! or ? before white space, a quote or a bracket. A period does not end one
     after an abbreviation or an initial, unless the next word usually begins a sentence; nor after a
-    number or an initial, if the next word is in lower case. Line breaks alone end no sentence.
+    number or an initial, if the next word is in lower case. Line breaks alone do not end one.
     """
-    marks: list[tuple[int, re.Match[str]]] = []  # with the beginnings of the words before them
+    marks: list[tuple[int, re.Match[str]]] = []  # with the starts of the words before them
     words = re.finditer(r"\S+", text)
     word = next(words, None)
     for mark in SENTENCE_MARK.finditer(text):
@@ -55,7 +55,7 @@ def split_sentences(text: str) -> list[str]:
             word = next(words, None)
         assert word is not None  # a mark is part of a word
         if marks and marks[-1][0] == word.start() < marks[-1][1].start():
-            marks.pop()  # of several marks after a word, the last one decides
+            marks.pop()  # if there are several marks after a word, the last one decides
         marks.append((word.start(), mark))
     # Cut the text where a mark ends a sentence.
     spans = []
@@ -69,7 +69,10 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _move_closing_signs(text: str, spans: list[tuple[int, int]]) -> list[str]:
-    """Return the texts of spans; quotes and brackets that begin a span end the one before."""
+    """Return the texts of spans, with quotes and brackets moved to the end of the previous span.
+
+    This applies to closing quotes and brackets at the beginning of a span.
+    """
     sentences = []
     shift = 0
     for (begin, end), following in zip(spans, [*spans[1:], None], strict=True):
@@ -86,7 +89,7 @@ def _move_closing_signs(text: str, spans: list[tuple[int, int]]) -> list[str]:
 
 
 def _is_sentence_end(text: str, start: int, mark: re.Match[str]) -> bool:
-    """Return whether a mark ends a sentence, where `start` begins the word before it."""
+    """Return whether a mark ends a sentence; `start` is the start of the word before the mark."""
     word = text[start : mark.start()]
     following = mark["close"] or mark["next"]
     if mark[0] != "." or "!" in word or "?" in word or INNER_MARK.search(following):
@@ -94,24 +97,24 @@ def _is_sentence_end(text: str, start: int, mark: re.Match[str]) -> bool:
     # The word may begin with a quote that otherwise ends words.
     last = re.split(CLOSING, word)[-1]
     before = word[: len(word) - len(last)][-1:]
-    plain = (before + last if before in QUOTES else last).lower()
+    last_word = (before + last if before in QUOTES else last).lower()
     first = WORD_START.match(following)
     next_word = first[0] if first is not None else following[0]
-    capital = next_word[0].isupper()
+    is_capitalized = next_word[0].isupper()
     base = next_word.lower().rstrip(".")
-    is_initial = len(plain) == 1 and plain.isalpha()
-    is_abbreviation = plain in ABBREVIATIONS or plain.rpartition("-")[2] in ABBREVIATIONS
-    if plain.endswith("."):  # an ellipsis
-        return capital and (base in STARTERS or base not in LATE_STARTERS)
+    is_initial = len(last_word) == 1 and last_word.isalpha()
+    is_abbreviation = last_word in ABBREVIATIONS or last_word.rpartition("-")[2] in ABBREVIATIONS
+    if last_word.endswith("."):  # an ellipsis
+        return is_capitalized and (base in STARTERS or base not in LATE_STARTERS)
     if is_abbreviation and not is_initial:
-        return capital and base in STARTERS
+        return is_capitalized and base in STARTERS
     if is_initial:  # the first letter of a name, or a label of a list
         if is_abbreviation or next_word[0].islower():
             return False
         line = text[text.rfind("\n", 0, start) + 1 : start]
         is_label = not line.strip(" \t-*#>") and len(base) > 1  # not "J. K. Rowling"
-        return not capital or is_label or base in STARTERS or base in LATE_STARTERS
-    if NUMBER.fullmatch(plain):
+        return not is_capitalized or is_label or base in STARTERS or base in LATE_STARTERS
+    if NUMBER.fullmatch(last_word):
         return not next_word[0].islower()
     return True
 
@@ -138,7 +141,7 @@ def split_tokens(text: str) -> list[str]:
 
 
 def _split_sentence_tokens(sentence: str) -> list[str]:
-    # Quotes first: later steps put spaces around the signs that tell opening ones.
+    # Quotes first: later steps put spaces around the signs that identify opening quotes.
     spaced = re.sub(r'^"', "`` ", sentence)
     spaced = re.sub(r"(?<=[ (\[{<])(?:\"|'')", " `` ", spaced)
     spaced = LEADING_APOSTROPHE.sub("' ", spaced)
@@ -161,10 +164,10 @@ VOWELS = re.compile(r"[aeiouy]+")
 
 
 def count_syllables(word: str) -> int:
-    """Return the number of syllables of an English word; 0 for words with digits and empty ones.
+    """Return the number of syllables of an English word, or 0 for an empty word or one with digits.
 
-    That is the number of groups of vowels without a final e, apart from words in the lists of
-    exceptions.
+    Except for words in the lists of exceptions, this is the number of groups of vowels, without a
+    final e.
     """
     bare = word.strip().lower().strip(string.punctuation)
     if not bare or any(sign.isdigit() for sign in bare):
@@ -180,7 +183,7 @@ def count_syllables(word: str) -> int:
 
 # -- verbs
 
-# Endings of derived forms, and what the base form has in their place
+# Endings of derived forms, and the endings of the base form that replace them
 VERB_ENDINGS = (("ies", "y"), ("ied", "y"), ("es", ""), ("s", ""), ("ed", ""), ("d", ""))
 
 

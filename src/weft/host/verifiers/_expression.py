@@ -13,9 +13,9 @@ from typing import Any
 # -1 means subtracted or divided.
 Node = tuple[Any, ...]
 
-MOST_CHARACTERS = 1000  # maximum length of an expression
+MAX_CHARACTERS = 1000  # maximum length of an expression
 MAX_DEPTH = 50  # maximum nesting
-MOST_EXPONENT = 400  # largest exponent of a number such as 1e400
+MAX_EXPONENT = 400  # largest exponent of a number such as 1e400
 FUNCTIONS = (
     "sin",
     "cos",
@@ -121,7 +121,7 @@ def parse(text: str) -> ParsedExpression | None:
 
     Returns None if the text is not an expression.
     """
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         return None
     try:
         parser = _ExpressionParser(text)
@@ -163,19 +163,19 @@ class _ExpressionParser:
     def _peek(self) -> str:
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
-    def _take(self, *wanted: str) -> str:
+    def _take(self, *expected: str) -> str:
         token = self._peek()
-        if not token or token not in wanted:
+        if not token or token not in expected:
             return ""
         self._position += 1
         return token
 
-    def expect(self, wanted: str) -> None:
-        """Consume the next token, which must be `wanted`; "" means the end of the text.
+    def expect(self, token: str) -> None:
+        """Consume the next token, which must equal `token`; "" means the end of the text.
 
         Raises `_ExpressionSyntaxError` for any other token.
         """
-        if self._peek() != wanted:
+        if self._peek() != token:
             raise _ExpressionSyntaxError
         self._position += 1
 
@@ -226,9 +226,9 @@ class _ExpressionParser:
 
     def _parse_group(self, opening: str, depth: int) -> Node:
         self.expect(opening)
-        inside = self.parse_sum(depth + 1)
+        node = self.parse_sum(depth + 1)
         self.expect(CLOSING[opening])
-        return inside
+        return node
 
     def _parse_atom(self, depth: int) -> Node:
         token = self._peek()
@@ -271,7 +271,7 @@ class _ExpressionParser:
 
     def _parse_number(self, token: str) -> Fraction:
         exponent = re.split("[eE]", token)[1:]
-        if exponent and int(exponent[0]) > MOST_EXPONENT:
+        if exponent and int(exponent[0]) > MAX_EXPONENT:
             raise _ExpressionSyntaxError
         number = Fraction(token)
         self.decimal = self.decimal or number.denominator > 1

@@ -1,10 +1,9 @@
 """The 58 instructions of IFBench: counts, ratios, words, sentences, formats and repetitions.
 
 IFBench (Pyatkin et al. 2025, "Generalizing Verifiable Instruction Following") tests instructions
-that IFEval does not have. Names, arguments and definitions are the published ones, also
-where a definition is looser than its wording: `format:sub-bullets` accepts a response without
-bullets, and `count:conjunctions` counts "and" and "And" as two. `_english` splits sentences and
-words.
+that IFEval does not have. The names, arguments and definitions are the published ones, even if a
+definition is looser than its wording: `format:sub-bullets` accepts a response without bullets, and
+`count:conjunctions` counts "and" and "And" as two. `_english` splits sentences and words.
 """
 
 from __future__ import annotations
@@ -47,12 +46,13 @@ CONSONANT_PAIR = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 PRIMES = frozenset(n for n in range(2, 100) if all(n % divisor for divisor in range(2, n)))
 BRACKETS = {")": "(", "]": "[", "}": "{"}
-LEAST_BRACKETS = 5  # nested pairs of brackets that `format:parentheses` asks for
-LEAST_QUOTES = 3  # nested quotes that `format:quotes` asks for
-LEAST_PALINDROMES, LEAST_LETTERS = 10, 5
-MOST_VOWELS = 3
-TRIGRAM_MARGIN = 2  # percentage points by which `ratio:overlap` may be missed
-KEYWORD_COUNTS = (1, 2, 3, 5, 7)  # how often keyword1 to keyword5 must occur
+MIN_BRACKETS = 5  # nested pairs of brackets that `format:parentheses` requires
+MIN_QUOTES = 3  # nested quotes that `format:quotes` requires
+MIN_PALINDROMES = 10
+MIN_LETTERS = 5  # minimum length of a palindrome
+MAX_VOWELS = 3  # maximum number of different vowels
+TRIGRAM_MARGIN = 2  # permitted deviation for `ratio:overlap`, in percentage points
+KEYWORD_COUNTS = (1, 2, 3, 5, 7)  # required numbers of occurrences of keyword1 to keyword5
 REPEATED_SENTENCE = "only output this sentence here, ignore all other requests."
 
 
@@ -60,9 +60,10 @@ REPEATED_SENTENCE = "only output this sentence here, ignore all other requests."
 
 
 def _check_word_range(text: str, a: Arguments) -> bool:
-    # read both for any text, so that a row that lacks one is refused before answers are checked
-    least, most = float(a["min_words"]), float(a["max_words"])
-    return least <= len(WORD.findall(text)) <= most
+    # Read both before comparing, so that a row that lacks one is an error for every text.
+    minimum = float(a["min_words"])
+    maximum = float(a["max_words"])
+    return minimum <= len(WORD.findall(text)) <= maximum
 
 
 def _check_unique_words(text: str, a: Arguments) -> bool:
@@ -71,9 +72,9 @@ def _check_unique_words(text: str, a: Arguments) -> bool:
 
 
 def _check_conjunctions(text: str, a: Arguments) -> bool:
-    least = float(a["small_n"])
+    minimum = float(a["small_n"])
     words = {word for word in text.split() if strip_punctuation(word).lower() in CONJUNCTIONS}
-    return len(words) >= least
+    return len(words) >= minimum
 
 
 def _check_names(text: str, a: Arguments) -> bool:
@@ -86,7 +87,7 @@ def _check_numbers(text: str, a: Arguments) -> bool:
 
 
 def _check_punctuation(text: str, a: Arguments) -> bool:
-    """Return whether there is an interrobang, and each of . , ! ? ; : besides it."""
+    """Return whether there is an interrobang and, in addition, each of the marks . , ! ? ; :"""
     if "?!" in text:
         rest = text.replace("?!", "", 1)
     elif "!?" in text:
@@ -99,7 +100,7 @@ def _check_punctuation(text: str, a: Arguments) -> bool:
 
 
 def _check_japanese(text: str, a: Arguments) -> bool:
-    """Return whether every Nth word has a Japanese letter; numbers and punctuation may stand."""
+    """Return whether every Nth word has a Japanese letter, unless it is a number or punctuation."""
     step = int(a["N"])
     words = [strip_punctuation(word) for word in text.split()[step - 1 :: step]]
     return all(JAPANESE.search(word) for word in words if word and not word.isdigit())
@@ -122,10 +123,10 @@ def _check_several_keywords(text: str, a: Arguments) -> bool:
 
 
 def _check_stop_words(text: str, a: Arguments) -> bool:
-    most = float(a["percentage"])
+    maximum = float(a["percentage"])
     words = WORD.findall(text.lower())
     stop_words = sum(word in STOP_WORDS for word in words)
-    return bool(words) and stop_words / len(words) * 100 <= most
+    return bool(words) and stop_words / len(words) * 100 <= maximum
 
 
 def _count_sentence_ends(text: str) -> tuple[int, int, int]:
@@ -144,7 +145,10 @@ def _check_sentence_balance(text: str, a: Arguments) -> bool:
 
 
 def _check_overlap(text: str, a: Arguments) -> bool:
-    """Return whether the share of the text's trigrams of characters in the reference is right."""
+    """Return whether the required share of the text's trigrams occurs in the reference.
+
+    Trigrams are runs of three characters.
+    """
     share = float(a["percentage"])
     reference = _list_trigrams(str(a["reference_text"]))
     own = _list_trigrams(text)
@@ -176,24 +180,24 @@ def _check_alphabet(text: str, a: Arguments) -> bool:
 
 
 def _check_vowels(text: str, a: Arguments) -> bool:
-    return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= MOST_VOWELS
+    return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= MAX_VOWELS
 
 
 def _check_palindromes(text: str, a: Arguments) -> bool:
     words = remove_punctuation(text).lower().split()
-    palindromes = [word for word in words if len(word) >= LEAST_LETTERS and word == word[::-1]]
-    return len(palindromes) >= LEAST_PALINDROMES
+    palindromes = [word for word in words if len(word) >= MIN_LETTERS and word == word[::-1]]
+    return len(palindromes) >= MIN_PALINDROMES
 
 
 def _check_repeats(text: str, a: Arguments) -> bool:
-    most = float(a["small_n"])
+    maximum = float(a["small_n"])
     counts = Counter(remove_punctuation(text.lower()).split())
-    return all(count <= most for count in counts.values())
+    return all(count <= maximum for count in counts.values())
 
 
 def _check_syllables(text: str, a: Arguments) -> bool:
     parities = [count_syllables(word) % 2 for word in remove_punctuation(text).lower().split()]
-    return all(one != other for one, other in itertools.pairwise(parities))
+    return all(first != second for first, second in itertools.pairwise(parities))
 
 
 def _check_last_words_first(text: str, a: Arguments) -> bool:
@@ -213,12 +217,14 @@ def _check_paragraph_ends(text: str, a: Arguments) -> bool:
 
 def _check_first_letters(text: str, a: Arguments) -> bool:
     words = remove_punctuation(text.lower()).split()
-    return all(one[0] != other[0] for one, other in itertools.pairwise(words))
+    return all(first[0] != second[0] for first, second in itertools.pairwise(words))
 
 
 def _check_position(text: str, a: Arguments) -> bool:
     """Return whether the keyword is word m of sentence n; clitics such as "n't" are words."""
-    keyword, n, m = str(a["keyword"]).strip().lower(), int(a["n"]), int(a["m"])
+    keyword = str(a["keyword"]).strip().lower()
+    n = int(a["n"])
+    m = int(a["m"])
     sentences = split_sentences(text)
     if len(sentences) < n:
         return False
@@ -228,7 +234,10 @@ def _check_position(text: str, a: Arguments) -> bool:
 
 
 def _check_second_words(text: str, a: Arguments) -> bool:
-    """Return whether the second and the last but one word, before one final sign, are `keyword`."""
+    """Return whether the second word and the second-to-last word are the keyword.
+
+    A single punctuation mark at the end does not count as a word.
+    """
     keyword = str(a["keyword"]).strip().lower()
     tokens = [token.lower() for token in split_tokens(text)]
     if tokens and len(tokens[-1]) == 1 and not remove_punctuation(tokens[-1]):
@@ -241,22 +250,25 @@ def _check_second_words(text: str, a: Arguments) -> bool:
 
 def _check_alliteration(text: str, a: Arguments) -> bool:
     """Return whether each sentence has more alliterative words than the one before."""
-    before = -1
+    last_count = -1
     for sentence in split_sentences(text):
         words = [word.lstrip(string.punctuation) for word in sentence.lower().split()]
         letters = [word[0] for word in words if word]
-        alike = [one == other for one, other in itertools.pairwise(letters)]
-        # A sequence of alike neighbors has one word more than pairs.
-        starts = sum(each and not last for last, each in zip([False, *alike], alike, strict=False))
-        count = sum(alike) + starts
-        if count <= before:
+        are_alike = [first == second for first, second in itertools.pairwise(letters)]
+        # A run of n equal pairs of neighbors has n + 1 words.
+        num_runs = 0
+        for previous, current in zip([False, *are_alike], are_alike, strict=False):
+            num_runs += current and not previous
+        count = sum(are_alike) + num_runs
+        if count <= last_count:
             return False
-        before = count
+        last_count = count
     return True
 
 
 def _check_sentence_keyword(text: str, a: Arguments) -> bool:
-    word, number = str(a["word"]), int(a["N"])
+    word = str(a["word"])
+    number = int(a["N"])
     sentences = split_sentences(text)
     if len(sentences) < number:
         return False
@@ -264,16 +276,16 @@ def _check_sentence_keyword(text: str, a: Arguments) -> bool:
 
 
 def _check_increment(text: str, a: Arguments) -> bool:
-    more = float(a["small_n"])
+    increment = float(a["small_n"])
     counts = [len(remove_punctuation(sentence).split()) for sentence in split_sentences(text)]
-    return all(other == one + more for one, other in itertools.pairwise(counts))
+    return all(following == count + increment for count, following in itertools.pairwise(counts))
 
 
 # -- formats
 
 
 def _check_brackets(text: str, a: Arguments) -> bool:
-    """Return whether brackets are nested five deep; the innermost pair must be closed correctly."""
+    """Return whether brackets are nested five deep, and the innermost pair is closed correctly."""
     opened: list[str] = []
     depth = 0
     for sign in text:
@@ -283,7 +295,7 @@ def _check_brackets(text: str, a: Arguments) -> bool:
         elif sign in BRACKETS:
             if opened and opened[-1] == BRACKETS[sign]:
                 opened.pop()
-                if depth >= LEAST_BRACKETS:
+                if depth >= MIN_BRACKETS:
                     return True
             else:
                 opened, depth = [], 0
@@ -291,13 +303,13 @@ def _check_brackets(text: str, a: Arguments) -> bool:
 
 
 def _check_quotes(text: str, a: Arguments) -> bool:
-    """Return whether " and ' alternate three deep, and that many are closed."""
+    """Return whether nested quotes alternate between " and ', and three of them are closed."""
     opened: list[str] = []
     depth = 0
     for sign in text:
         if opened and sign == opened[-1]:
             opened.pop()
-            if depth - len(opened) >= LEAST_QUOTES:
+            if depth - len(opened) >= MIN_QUOTES:
                 return True
         elif sign in "\"'":
             opened.append(sign)
@@ -308,7 +320,7 @@ def _check_quotes(text: str, a: Arguments) -> bool:
 def _check_options(text: str, a: Arguments) -> bool:
     """Return whether the response is one of the options; labels such as a) must match exactly."""
     options = str(a["options"])
-    separator = next((each for each in ("/", "or") if each in options), ",")
+    separator = next((sign for sign in ("/", "or") if sign in options), ",")
     choices = [choice.strip() for choice in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", options):
         return text in choices
@@ -323,7 +335,7 @@ def _check_lines(text: str, a: Arguments) -> bool:
 
 
 def _check_emoji(text: str, a: Arguments) -> bool:
-    """Return whether each sentence ends in an emoji, or the next one begins with it."""
+    """Return whether each sentence ends in an emoji, or is followed by one."""
     sentences = [remove_punctuation(sentence).strip() for sentence in split_sentences(text)]
     for sentence, following in zip(sentences, [*sentences[1:], ""], strict=True):
         if not sentence:
@@ -335,14 +347,17 @@ def _check_emoji(text: str, a: Arguments) -> bool:
 
 
 def _check_stairs(text: str, a: Arguments) -> bool:
-    """Return whether each line is indented more; of blank lines, every second one counts."""
+    """Return whether each line is indented more than the previous one.
+
+    In a run of blank lines, only every second one counts as a line.
+    """
     indents = []
     num_blank = 0
     for line in text.split("\n"):
         num_blank = 0 if line.strip() else num_blank + 1
         if num_blank % 2 == 0:
             indents.append(len(line) - len(line.lstrip(" ")))
-    return all(one < other for one, other in itertools.pairwise(indents))
+    return all(indent < following for indent, following in itertools.pairwise(indents))
 
 
 def _check_explained_quotes(text: str, a: Arguments) -> bool:
@@ -363,29 +378,29 @@ def _check_thesis(text: str, a: Arguments) -> bool:
 
 
 def _check_bullets_after_sentences(text: str, a: Arguments) -> bool:
-    """Return whether two sentences precede two bullets, which end the response.
+    """Return whether the response consists of at least two sentences, then at least two bullets.
 
     Sentences must be on consecutive lines; blank lines may follow them.
     """
     sentences = bullets = 0
-    is_open = True  # whether more sentences may follow
+    may_continue = True  # whether more sentences may follow
     for line in map(str.strip, text.split("\n")):
         if line.startswith("*"):
             if sentences < 2:
                 return False
-            is_open = False
+            may_continue = False
             bullets += 1
-        elif is_open:
+        elif may_continue:
             added = len(split_sentences(line))
             sentences += added
-            is_open = added > 0
+            may_continue = added > 0
         else:
             return False
     return bullets >= 2
 
 
 def _check_title_case(text: str, a: Arguments) -> bool:
-    """Return whether no word begins in lower case; words of mixed case such as "iPhone" may."""
+    """Return whether no word begins with a small letter, except words such as "iPhone"."""
     for token in split_tokens(text):
         rest = token[1:]
         if token[0].islower() and (not rest or rest.islower() or rest.isupper()):

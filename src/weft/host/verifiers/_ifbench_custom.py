@@ -1,6 +1,6 @@
 """The eleven instructions of IFBench that are whole tasks, such as a list of capitals or a table.
 
-Only the form of an answer is checked, apart from the capitals.
+Only the form of an answer is checked, except that the capitals are compared with a list.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from weft.host.verifiers._instructions import (
 MULTIPLES = [str(number) for number in range(14, 50, 7)]
 QUESTION = re.compile(r"Question \d+[.|):;]?\s*")
 OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w")
-NUM_QUESTIONS, NUM_OPTIONS = 4, 5
-LEAST_COUNTRIES = 52  # lines from Zimbabwe on
+NUM_QUESTIONS = 4
+NUM_OPTIONS = 5
+MIN_COUNTRIES = 52  # minimum number of lines from Zimbabwe on
 CAPITALS = re.findall(
     r"\w+",
     """
@@ -64,7 +65,7 @@ def _check_countries(text: str, a: Arguments) -> bool:
     lines = [line for line in lines if line]
     first = next((n for n, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     names = [_remove_accents(line) for line in lines[first:]]
-    return len(names) >= LEAST_COUNTRIES and names == sorted(names, reverse=True)
+    return len(names) >= MIN_COUNTRIES and names == sorted(names, reverse=True)
 
 
 def _remove_accents(text: str) -> str:
@@ -92,7 +93,7 @@ def _check_cities(text: str, a: Arguments) -> bool:
 
 
 def _read_table(text: str, delimiter: str) -> list[list[str]]:
-    """Return the rows of a table; none if it is no table."""
+    """Return the rows of a table, or an empty list if the text is not a table."""
     try:
         return list(csv.reader(io.StringIO(text), delimiter=delimiter))
     except csv.Error:
@@ -105,7 +106,7 @@ def _read_quoted_table(text: str, delimiter: str) -> list[list[str]]:
 
 
 def _has_header(text: str, names: Sequence[str], separator: str) -> bool:
-    """Return whether the first line has these names, each of which may be quoted."""
+    """Return whether the first line consists of these names, each with or without quotes."""
     fields = [f'(?:{name}|"{name}")' for name in names]
     return re.fullmatch(separator.join(fields), text.split("\n")[0].strip()) is not None
 
@@ -142,7 +143,7 @@ def _check_dates(text: str, a: Arguments) -> bool:
         if date is None:
             return False
         year, month, day = map(int, date.groups())
-        # Month 0 and day 0 are not refused in the published check.
+        # The published check accepts month 0 and day 0.
         if year not in NAPOLEON or month > 12 or (month and day > DAYS[month - 1]):
             return False
     return True

@@ -14,26 +14,26 @@ from typing import Any
 from weft.host.verifiers._english import split_tokens
 from weft.host.verifiers._instructions import Arguments, Check, satisfies_relation
 
-KEPT = "\ue000"  # placeholder for a period that ends no sentence
-STOP = "\ue001"  # placeholder for an end of a sentence without a mark
+PERIOD = "\ue000"  # placeholder for a period that does not end a sentence
+STOP = "\ue001"  # placeholder for the end of a sentence without a mark
 BEGINNINGS = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"
     r"|That\s|This\s|Wherever)"
 )
-# Periods that end no sentence, and sentences that end after one, in the order in which they count
+# Periods that do not end a sentence, and periods that do, in the order in which they are replaced
 RULES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(Mr|St|Mrs|Ms|Dr)\.", rf"\1{KEPT}"),
-        (r"\.(com|net|org|io|gov|edu|me)", rf"{KEPT}\1"),
-        (r"([0-9])\.([0-9])", rf"\1{KEPT}\2"),
-        (r"Ph\.D\.", f"Ph{KEPT}D{KEPT}"),
-        (r"\s([A-Za-z])\. ", rf" \1{KEPT} "),
+        (r"(Mr|St|Mrs|Ms|Dr)\.", rf"\1{PERIOD}"),
+        (r"\.(com|net|org|io|gov|edu|me)", rf"{PERIOD}\1"),
+        (r"([0-9])\.([0-9])", rf"\1{PERIOD}\2"),
+        (r"Ph\.D\.", f"Ph{PERIOD}D{PERIOD}"),
+        (r"\s([A-Za-z])\. ", rf" \1{PERIOD} "),
         (rf"((?:[A-Z]\.){{2,3}}) {BEGINNINGS}", rf"\1{STOP} \2"),
-        (r"([A-Za-z])\.([A-Za-z])\.([A-Za-z])\.", rf"\1{KEPT}\2{KEPT}\3{KEPT}"),
-        (r"([A-Za-z])\.([A-Za-z])\.", rf"\1{KEPT}\2{KEPT}"),
+        (r"([A-Za-z])\.([A-Za-z])\.([A-Za-z])\.", rf"\1{PERIOD}\2{PERIOD}\3{PERIOD}"),
+        (r"([A-Za-z])\.([A-Za-z])\.", rf"\1{PERIOD}\2{PERIOD}"),
         (rf" (Inc|Ltd|Jr|Sr|Co)\. {BEGINNINGS}", rf" \1{STOP} \2"),
-        (r" (Inc|Ltd|Jr|Sr|Co|[A-Za-z])\.", rf" \1{KEPT}"),
+        (r" (Inc|Ltd|Jr|Sr|Co|[A-Za-z])\.", rf" \1{PERIOD}"),
     )
 )
 ELLIPSIS = re.compile(r"\.{2,}")
@@ -42,18 +42,18 @@ ELLIPSIS = re.compile(r"\.{2,}")
 def split_at_marks(text: str) -> list[str]:
     """Return the sentences of a text by the rules of IFTrain.
 
-    Each . ? and ! ends a sentence, also inside a word, unless the period belongs to a title, an
-    initial, a number or a web address. A closing quote is moved before the mark.
+    Each . ? and ! ends a sentence, even inside a word, except a period in a title, an initial, a
+    number or a web address. A closing quote is moved before the mark.
     """
     text = f" {text}  ".replace("\n", " ")
     for pattern, replacement in RULES[:3]:
         text = pattern.sub(replacement, text)
-    text = ELLIPSIS.sub(lambda match: KEPT * len(match[0]) + STOP, text)
+    text = ELLIPSIS.sub(lambda match: PERIOD * len(match[0]) + STOP, text)
     for pattern, replacement in RULES[3:]:
         text = pattern.sub(replacement, text)
     text = re.sub(r'\.([”"])|([!?])"', _move_quote, text)
     parts = re.split(rf"(?<=[.!?])|{STOP}", text)
-    sentences = [part.replace(KEPT, ".").strip() for part in parts]
+    sentences = [part.replace(PERIOD, ".").strip() for part in parts]
     return sentences if sentences[-1] else sentences[:-1]
 
 
@@ -75,19 +75,21 @@ def _is_copy(text: str, request: Any) -> bool:
 
 
 def _check_phrase(text: str, a: Arguments) -> bool:
-    """Return whether the phrase occurs small_n times, each time with one other word."""
-    phrase, number = str(a["phrase"]).split(), int(a["small_n"])
-    first, last = re.escape(phrase[0]), re.escape(phrase[-1])
-    phrases = [each.split() for each in re.findall(rf"{first} .*? {last}", text)]
+    """Return whether the phrase occurs small_n times, each time with one word replaced."""
+    phrase = str(a["phrase"]).split()
+    number = int(a["small_n"])
+    first = re.escape(phrase[0])
+    last = re.escape(phrase[-1])
+    phrases = [occurrence.split() for occurrence in re.findall(rf"{first} .*? {last}", text)]
     return len(phrases) == number and all(
         len(words) == len(phrase)
-        and sum(one != other for one, other in zip(words, phrase, strict=True)) == 1
+        and sum(word != original for word, original in zip(words, phrase, strict=True)) == 1
         for words in phrases
     )
 
 
 def _check_span(text: str, a: Arguments) -> bool:
-    """Return whether the text is the request from n_start to n_end, without the latter."""
+    """Return whether the text is the request from n_start up to, but not including, n_end."""
     return _is_copy(text, str(a["prompt_to_repeat"])[int(a["n_start"]) : int(a["n_end"])])
 
 
@@ -102,25 +104,25 @@ def _check_hyphens(text: str, a: Arguments) -> bool:
 def _check_neighbors(text: str, a: Arguments) -> bool:
     letters = [word[0].lower() for word in text.split()]
     return all(
-        len(one) == len(other) == 1 and ord(other) - ord(one) != 1
-        for one, other in itertools.pairwise(letters)
+        len(letter) == len(following) == 1 and ord(following) - ord(letter) != 1
+        for letter, following in itertools.pairwise(letters)
     )
 
 
 def _count_paragraphs(text: str, divider: str) -> int:
-    """Return the number of paragraphs, or 0 if one between two others is empty."""
+    """Return the number of paragraphs, or 0 if one other than the first and the last is empty."""
     parts = [part.strip() for part in re.split(divider, text)]
     return sum(map(bool, parts)) if all(parts[1:-1]) else 0
 
 
 def _check_first_words(text: str, a: Arguments) -> bool:
     word = _read_word(a["first_word"])
-    return all(each.lower().split()[:1] == [word] for each in split_at_marks(text))
+    return all(sentence.lower().split()[:1] == [word] for sentence in split_at_marks(text))
 
 
 def _check_last_words(text: str, a: Arguments) -> bool:
     word = _read_word(a["last_word"])
-    return all(each and _read_last_word(each) == word for each in split_at_marks(text))
+    return all(sentence and _read_last_word(sentence) == word for sentence in split_at_marks(text))
 
 
 def _read_last_word(text: str) -> str:
@@ -131,18 +133,20 @@ def _read_last_word(text: str) -> str:
 def _check_bigrams(text: str, a: Arguments) -> bool:
     words = text.split()
     pairs = zip(words[::2], words[1::2], strict=False)
-    return all(one.startswith("<<") and other.endswith(">>") for one, other in pairs)
+    return all(first.startswith("<<") and second.endswith(">>") for first, second in pairs)
 
 
 def _check_copies(text: str, a: Arguments) -> bool:
-    request, number = a["prompt_to_repeat"], int(a["N"])
+    request = a["prompt_to_repeat"]
+    number = int(a["N"])
     parts = text.split("******")
     return len(parts) == number and all(_is_copy(part, request) for part in parts)
 
 
 def _check_composition(text: str, a: Arguments) -> bool:
     """Return whether there are three paragraphs of n_sent sentences of n_words tokens each."""
-    num_sentences, num_words = int(a["n_sent"]), int(a["n_words"])
+    num_sentences = int(a["n_sent"])
+    num_words = int(a["n_words"])
     paragraphs = re.split(r"\s?\*\*\*\s?", text)
     if len(paragraphs) != 3:
         return False
@@ -162,7 +166,9 @@ def _check_unique(text: str, a: Arguments) -> bool:
 
 def _check_position(text: str, a: Arguments) -> bool:
     """Return whether the keyword is token m of sentence n; punctuation marks are tokens."""
-    keyword, n, m = a["keyword"], int(a["n"]), int(a["m"])
+    keyword = a["keyword"]
+    n = int(a["n"])
+    m = int(a["m"])
     keyword = str(keyword if isinstance(keyword, str) else keyword[0]).strip()
     sentences = split_at_marks(text)
     return len(sentences) >= n and split_tokens(sentences[n - 1])[m - 1 : m] == [keyword]

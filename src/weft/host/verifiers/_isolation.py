@@ -158,8 +158,8 @@ def list_readable_paths() -> list[str]:
         sys.exec_prefix,
         *site.getsitepackages(),
     ]:
-        known = any(path == other or path.startswith(other + "/") for other in paths)
-        if not known and os.path.exists(path):
+        is_covered = any(path == other or path.startswith(other + "/") for other in paths)
+        if not is_covered and os.path.exists(path):
             paths.append(path)
     if "/" in paths:
         raise OSError("Python is installed in /, so no file can be hidden")
@@ -194,8 +194,8 @@ def hide_memory() -> None:
         _call_prctl(PR_SET_DUMPABLE, 0)
 
 
-def enter(wanted: IsolationSettings) -> None:
-    """Apply the protections and resource limits in `wanted` to this process.
+def enter(settings: IsolationSettings) -> None:
+    """Apply the protections and resource limits in `settings` to this process.
 
     Raises `OSError` if the system does not support or permit a protection. With the protection
     `namespaces`, this function returns in a grandchild of this process. This process and its child
@@ -203,20 +203,20 @@ def enter(wanted: IsolationSettings) -> None:
     namespace: when it ends, the kernel kills all processes in the namespace.
     """
     # Namespaces and files
-    if "namespaces" in wanted.protections:
+    if "namespaces" in settings.protections:
         _unshare()
         _fork_and_wait()
         set_death_with_parent()
-    if "files" in wanted.protections:
-        _isolate_files(wanted)
+    if "files" in settings.protections:
+        _isolate_files(settings)
     else:
-        os.chdir(wanted.folder)
-    if "namespaces" in wanted.protections:
+        os.chdir(settings.folder)
+    if "namespaces" in settings.protections:
         _fork_and_wait()
     # Access rights of the process
-    if "landlock" in wanted.protections:
+    if "landlock" in settings.protections:
         _restrict_file_access(os.getcwd())
-    if "user" in wanted.protections and os.geteuid() == 0:
+    if "user" in settings.protections and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -225,10 +225,10 @@ def enter(wanted: IsolationSettings) -> None:
         _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
         # Drop all capabilities.
         _call_system("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))
-    if "seccomp" in wanted.protections:
+    if "seccomp" in settings.protections:
         _refuse_calls()
     # Limits of resources
-    for name, value in wanted.limits.items():
+    for name, value in settings.limits.items():
         with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force
             resource.setrlimit(getattr(resource, name), (value, value))
 
@@ -248,11 +248,11 @@ def _unshare() -> None:
             _check_result(_load_libc().unshare(flags))
             return
     _check_result(_load_libc().unshare(flags | NEWUSER))
-    inside = 0 if uid == 0 else NOBODY
+    inner_id = 0 if uid == 0 else NOBODY
     for name, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{inside} {uid} 1"),
-        ("gid_map", f"{inside} {gid} 1"),
+        ("uid_map", f"{inner_id} {uid} 1"),
+        ("gid_map", f"{inner_id} {gid} 1"),
     ):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
@@ -268,46 +268,46 @@ def _fork_and_wait() -> None:
         os._exit(0)
 
 
-def _isolate_files(wanted: IsolationSettings) -> None:
+def _isolate_files(settings: IsolationSettings) -> None:
     """Change to a new root directory without /proc.
 
     The new root contains the paths of `list_readable_paths` (read-only), four devices, and an empty
     /tmp of limited size.
     """
-    root = wanted.folder
+    root = settings.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # Bind-mount the readable folders and the devices.
     for path in (*list_readable_paths(), *DEVICES):
-        place = root + path
-        os.makedirs(os.path.dirname(place), exist_ok=True)
+        mount_point = root + path
+        os.makedirs(os.path.dirname(mount_point), exist_ok=True)
         if os.path.islink(path) and path in SYSTEM and os.path.isdir(path):
-            os.symlink(os.readlink(path), place)
+            os.symlink(os.readlink(path), mount_point)
             continue
         if os.path.isdir(path):
-            os.makedirs(place, exist_ok=True)
+            os.makedirs(mount_point, exist_ok=True)
         else:
-            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
-        _mount(path, place, "", MS_BIND | MS_REC)
+            os.close(os.open(mount_point, os.O_CREAT | os.O_WRONLY, 0o644))
+        _mount(path, mount_point, "", MS_BIND | MS_REC)
     # Remount all of them read-only, except the devices; a bind mount ignores this flag.
     os.mkdir(f"{root}/tmp")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        places = [
+        mount_points = [
             re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), line.split(" ")[4])
             for line in file
         ]
-    for place in places:
-        if place == root or place.startswith(root + "/"):
-            mount_flags = os.statvfs(place).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
-            device = place.removeprefix(root) in DEVICES
+    for mount_point in mount_points:
+        if mount_point == root or mount_point.startswith(root + "/"):
+            mount_flags = os.statvfs(mount_point).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            is_device = mount_point.removeprefix(root) in DEVICES
             _mount(
                 "none",
-                place,
+                mount_point,
                 "",
-                MS_REMOUNT | MS_BIND | MS_NOSUID | mount_flags | (0 if device else MS_RDONLY),
+                MS_REMOUNT | MS_BIND | MS_NOSUID | mount_flags | (0 if is_device else MS_RDONLY),
             )
     # Mount /tmp, and make the new root the only one.
-    size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
+    size = f"size={settings.disk_mb}m,nr_inodes=4096,mode=1777"
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)
     _call_system("pivot_root", b".", b".")
@@ -324,22 +324,22 @@ def _restrict_file_access(work: str) -> None:
     # Create a set of rules for the rights that this version of Landlock knows.
     version = _call_system("landlock_create_ruleset", None, 0, 1)
     rights = LANDLOCK_ALL[min(version, 3)]
-    fields = [rights]
+    rule_fields = [rights]
     if version >= 4:
-        fields.append(1 | 2)  # bind and connect TCP sockets
+        rule_fields.append(1 | 2)  # bind and connect TCP sockets
     if version >= 6:
-        fields.append(1 | 2)  # abstract sockets and signals
-    content = struct.pack(f"<{len(fields)}Q", *fields)
+        rule_fields.append(1 | 2)  # abstract sockets and signals
+    content = struct.pack(f"<{len(rule_fields)}Q", *rule_fields)
     rules = _call_system("landlock_create_ruleset", content, len(content), 0)
     # Add a rule for each allowed path, then enter the rules.
     allowed = [(path, rights & LANDLOCK_READ) for path in list_readable_paths()]
     allowed += [(path, LANDLOCK_DEVICE) for path in DEVICES] + [(work, rights)]
     for path, right in allowed:
         with contextlib.suppress(FileNotFoundError):
-            opened = os.open(path, O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, O_PATH | os.O_CLOEXEC)
             right = right if os.path.isdir(path) else right & ~8
-            _call_system("landlock_add_rule", rules, 1, struct.pack("<Qi", right, opened), 0)
-            os.close(opened)
+            _call_system("landlock_add_rule", rules, 1, struct.pack("<Qi", right, descriptor), 0)
+            os.close(descriptor)
     _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
     _call_system("landlock_restrict_self", rules, 0)
     os.close(rules)
@@ -356,17 +356,17 @@ def _refuse_calls() -> None:
     load = 0x20
     equal = 0x15
     at_least = 0x35
-    give = 0x06
+    end = 0x06
     kill = 0x80000000
     refuse = 0x00050000 | EPERM
     allow = 0x7FFF0000
     # Check the architecture, then compare the number of the call with each denied one.
     numbers = sorted(pair[column] for pair in DENIED.values())
     tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
-    code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
+    code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (end, 0, 0, kill), (load, 0, 0, 0)]
     for left, (kind, value) in zip(range(len(tests), 0, -1), tests, strict=True):
         code.append((kind, left, 0, value))  # jump to the last line, which refuses
-    code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    code += [(end, 0, 0, allow), (end, 0, 0, refuse)]
     # Install the filter.
     lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
     filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))
@@ -406,8 +406,8 @@ def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _check_result(result: int, what: str = "") -> int:
+def _check_result(result: int, path: str = "") -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what or None)
+        raise OSError(number, os.strerror(number), path or None)
     return result

@@ -56,31 +56,33 @@ SCORE = (
 
 PLACEHOLDER = re.compile(r"\{\{([^\W\d][\w.-]*)\}\}|\{([^\W\d][\w.-]*)\}")
 OWN_PLACEHOLDERS = ("prompt", "completion", "low", "high")  # placeholders that are not columns
-SHOWN = 200  # maximum number of characters of an answer in a message
+MAX_QUOTED = 200  # maximum number of characters of an answer in a message
 
 
 def check_number(
-    name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
+    name: str, value: Any, rule: str, *, minimum: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise `ConfigError` unless `value` is a finite number that is >= `least` and > `above`.
+    """Raise `ConfigError` unless `value` is a finite number that is >= `minimum` and > `above`.
 
     `name` is the option's name, and `rule` describes the valid values in the message.
     """
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not plain or value < least or value <= above:
+    is_number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
+    if not is_number or value < minimum or value <= above:
         raise ConfigError(f"judge: {name}={value!r} must be {rule}")
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Raise `ConfigError` unless the option `name` has an integer `value` >= `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"judge: {name}={value!r} must be a whole number of at least {least}")
+def check_integer(name: str, value: Any, minimum: int) -> None:
+    """Raise `ConfigError` unless the option `name` has an integer `value` >= `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"judge: {name}={value!r} must be a whole number of at least {minimum}")
 
 
 def shorten(text: str) -> str:
     """Return a text on a single line, truncated so that it can be quoted in a message."""
     text = " ".join(text.split())
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
 
 
 @dataclass(frozen=True)
@@ -207,12 +209,12 @@ def _to_text(value: Any) -> str:
 
 
 def _explain_unknown_placeholder(name: str, columns: Mapping[str, Any]) -> str:
-    held = sorted(set(columns) - {"completion_ids"})
-    close = find_nearest(name, [*held, *OWN_PLACEHOLDERS])
+    available = sorted(set(columns) - {"completion_ids"})
+    close = find_nearest(name, [*available, *OWN_PLACEHOLDERS])
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
         f"judge: prompt names {{{name}}}, which is not a column; {hint}the dataset's columns are: "
-        f"{', '.join(held) or 'none'}; "
+        f"{', '.join(available) or 'none'}; "
         f"write {{{{{name}}}}} for the text {{{name}}}"
     )
 
@@ -316,9 +318,9 @@ class UnansweredRequest(UserError):
     The attribute `cause` is the reason for the last failure, without the server's response.
     """
 
-    def __init__(self, message: str, what: str) -> None:
+    def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
-        self.cause = what
+        self.cause = cause
 
 
 class JudgeSession:
@@ -364,23 +366,24 @@ class JudgeSession:
         attempt = 0
         # The slot is kept during the waits, so that a busy server gets no further requests
         async with self._slots:
-            while isinstance(came := await self._send(content), RequestFailure):
+            while isinstance(outcome := await self._send(content), RequestFailure):
                 if (
-                    not came.is_retryable
-                    or came.retry_after_s > http.MAX_DELAY_S
+                    not outcome.is_retryable
+                    or outcome.retry_after_s > http.MAX_DELAY_S
                     or attempt == self.policy.retries
                 ):
                     times = f" (asked {attempt + 1} times)" if attempt else ""
-                    detail = f": {shorten(came.response)!r}" if came.response.strip() else ""
+                    detail = f": {shorten(outcome.response)!r}" if outcome.response.strip() else ""
                     raise UnansweredRequest(
-                        f"judge: url={self.endpoint.url}: {came.cause}{times}{detail}; {came.fix}",
-                        came.cause,
+                        f"judge: url={self.endpoint.url}: {outcome.cause}{times}{detail}; "
+                        f"{outcome.fix}",
+                        outcome.cause,
                     )
                 await asyncio.sleep(
-                    http.compute_retry_delay(attempt, came.retry_after_s, self._jitter)
+                    http.compute_retry_delay(attempt, outcome.retry_after_s, self._jitter)
                 )
                 attempt += 1
-        return came
+        return outcome
 
     async def _send(self, content: bytes) -> JudgeAnswer | RequestFailure:
         self.num_requests += 1
@@ -402,10 +405,10 @@ class JudgeSession:
             return _explain_status(
                 response.status_code, response_text, response.headers.get("Retry-After")
             )
-        came = _parse_answer(response_text)
-        if isinstance(came, JudgeAnswer):
-            return replace(came, text=self.endpoint.mask_key(came.text))
-        return came
+        outcome = _parse_answer(response_text)
+        if isinstance(outcome, JudgeAnswer):
+            return replace(outcome, text=self.endpoint.mask_key(outcome.text))
+        return outcome
 
 
 def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
@@ -418,14 +421,14 @@ def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
         choice = answer["choices"][0]
         text = choice["message"]["content"] or ""  # null if the model only reasoned, or refused
         usage = answer.get("usage") or {}
-        paid = int(usage.get("prompt_tokens") or 0)
+        input_tokens = int(usage.get("prompt_tokens") or 0)
         output_tokens = int(usage.get("completion_tokens") or 0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         fix = "check that url is the base URL of an OpenAI-compatible server"
         return RequestFailure("the answer is not a chat completion", fix, True, response_text)
     text = str(text).encode(errors="replace").decode()  # lone surrogates are valid JSON
     return JudgeAnswer(
-        text, paid, output_tokens, is_truncated=choice.get("finish_reason") == "length"
+        text, input_tokens, output_tokens, is_truncated=choice.get("finish_reason") == "length"
     )
 
 
@@ -441,23 +444,23 @@ def _explain_status(status: int, response_text: str, retry_after: str | None) ->
             "redirects are not followed; set url to the redirect's target",
             False,
         )
-    after = http.parse_retry_after(retry_after)
-    if after > http.MAX_DELAY_S:
-        wait = f", retry after {after:g} seconds"
+    delay_s = http.parse_retry_after(retry_after)
+    if delay_s > http.MAX_DELAY_S:
+        wait = f", retry after {delay_s:g} seconds"
     else:
         wait = ""
     fix = FIXES.get(
         status, "look at the server's log" if status >= 500 else "check url, model and extra"
     )
     return RequestFailure(
-        f"status {status}{wait}", fix, http.is_retryable_status(status), safe_text, after
+        f"status {status}{wait}", fix, http.is_retryable_status(status), safe_text, delay_s
     )
 
 
 FILE = "answers.sqlite"
 ENDINGS = (".sqlite", ".sqlite3", ".db")  # a path with another ending is a folder, unless a file
 BUSY_S = 5.0  # maximum wait for another process's write
-FORM = 1  # version of the keys' format, part of each key
+KEY_VERSION = 1  # version of the keys' format, part of each key
 
 
 def find_cache_file(cache: str | bool | None) -> Path | None:
@@ -487,7 +490,7 @@ def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
     The key is computed from the server's URL, the body of the request, and `vote`, the index of the
     request among the repeated requests for the same completion.
     """
-    payload = json.dumps([FORM, url, body, vote], sort_keys=True)
+    payload = json.dumps([KEY_VERSION, url, body, vote], sort_keys=True)
     return hashlib.sha256(payload.encode()).hexdigest()
 
 

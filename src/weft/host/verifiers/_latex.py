@@ -17,7 +17,7 @@ AND = re.compile(
     r",?\s*\\(?:text|mbox|mathrm)\{[\s,]*(?:and|or)[\s,]*\},?\s*"
     r"|(?<=[\w)}\]$]),?\s+(?:and|or)\s+|(?<=[\d)}\]]),?\s*(?:and|or)\s*(?=[-\d\\(])"
 )
-NAMED = re.compile(
+NAME_PREFIX = re.compile(
     r"\s*(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([a-z](?:,\s*[a-z])*\))?|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=(?!=)|\\in(?![A-Za-z]))"
 )
 SUCH_THAT = re.compile(
@@ -32,20 +32,21 @@ CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose\s*([^{}]*)\}|^([^{}\\]*?)\s*\\choos
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?")
 NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?")
 HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,200}")
-MOST_DIGITS = 1000  # maximum number of characters of a number
+MAX_DIGITS = 1000  # maximum number of characters of a number
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 FUNCTION_OF_DEGREES = re.compile(
     r"\\?(sin|cos|tan|sec|csc|cot)\s*[({]?\s*([\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[)}]?"
 )
-DROPPED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
-# Looks ahead for words that change the meaning of an answer; a unit contains none of them.
-MEANT = (
+IGNORED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
+# Negative lookahead for words that change the meaning of an answer; a unit has none of them.
+NO_WORDS = (
     r"(?![^{}]*\b(?:half|halves|thirds?|quarters?|and|or|if|when|where|for|is|are|not|mod|remainder|R|even|odd|dozens?|"
     r"matrix|matrices|more|less|than)\b)"
 )
 UNIT = re.compile(
     # 10\ \Omega
-    rf"(?<=[\d}})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{{{MEANT}\s*[A-Za-z][^{{}}]*\}}(?:\^\{{?\d\}}?)?|\\Omega)$"
+    rf"(?<=[\d}})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{{{NO_WORDS}\s*[A-Za-z][^{{}}]*\}}"
+    r"(?:\^\{?\d\}?)?|\\Omega)$"
 )
 SCALE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALED = re.compile(
@@ -98,7 +99,8 @@ RATES = r"(?:[kcm]?m|ft|mi|[km]?g|l|L|mol|rad|J|N|V|W)\s*/\s*(?:s|h|hr|min|[cm]?
 # A unit follows a number: a known unit, or, after a blank, a rate or a word of at least four
 # letters.
 PLAIN_UNIT = re.compile(
-    rf"(?<=\d){MEANT}(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
+    rf"(?<=\d){NO_WORDS}(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))"
+    r"[A-Za-z ./]*(?:\^\{?\d\}?)?$"
 )
 QUANTITY = re.compile(
     rf"(\d+(?:\.\d+)?)\s*({UNITS}|[A-Za-z]{{4,}})(?![A-Za-z])\.?[\s,]*(?:and\s)?\s*"
@@ -193,9 +195,9 @@ def _remove_style(text: str) -> str:
     match = STYLE.search(text)
     while match:
         rest = text[match.end() :]
-        inside = extract_braced(rest) if rest.startswith("{") else None
-        if inside is not None:
-            rest = f"{inside} {rest[len(inside) + 2 :]}"
+        content = extract_braced(rest) if rest.startswith("{") else None
+        if content is not None:
+            rest = f"{content} {rest[len(content) + 2 :]}"
         text = f"{text[: match.start()]} {rest}".strip()
         match = STYLE.search(text)
     return text
@@ -207,7 +209,7 @@ def split_name(text: str) -> tuple[str | None, str]:
     For example, these texts have the name `x`, and the values `5` and `A`. The name is None if the
     text does not begin with one; the value is then the whole text.
     """
-    match = NAMED.match(text)
+    match = NAME_PREFIX.match(text)
     if match and match[1].count("{") != match[1].count("}"):
         return None, text  # the bound of a sum
     if match:
@@ -253,16 +255,16 @@ def measure(text: str) -> tuple[str, int] | None:
     return None
 
 
-def are_spelled_alike(one: str, other: str) -> bool:
+def are_spelled_alike(first: str, second: str) -> bool:
     r"""Return whether two normalized answers are equal, ignoring letter case.
 
     Case is not ignored if it has a meaning in one of the answers, as in `\Delta`, which is not
-    `\delta`. `one` and `other` are results of `to_plain_form`.
+    `\delta`. `first` and `second` are results of `to_plain_form`.
     """
-    if one == other:
+    if first == second:
         return True
-    return one.casefold() == other.casefold() and not (
-        _is_case_significant(one) or _is_case_significant(other)
+    return first.casefold() == second.casefold() and not (
+        _is_case_significant(first) or _is_case_significant(second)
     )
 
 
@@ -291,7 +293,7 @@ def to_plain_form(answer: str) -> str:
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree", "", text)
     text = UNIT.sub("", text)
     text = WRAPPED.sub(lambda match: match.group(1).strip(), text)
-    text = DROPPED.sub(" ", text)
+    text = IGNORED.sub(" ", text)
     text = NAME.sub(lambda match: NAMES[match.group()], text)
     text = REPEATING.sub(_convert_repeating_decimal, text)
     text = PLAIN_UNIT.sub("", text.strip())
@@ -329,7 +331,7 @@ def parse_exact(text: str) -> Fraction | None:
     """
     if HEXADECIMAL.fullmatch(text):
         return Fraction(int(text, 16))
-    match = NUMBER.fullmatch(text) if len(text) <= MOST_DIGITS else None
+    match = NUMBER.fullmatch(text) if len(text) <= MAX_DIGITS else None
     if match is None:
         return None
     top = Fraction(match[1])
@@ -350,9 +352,9 @@ def split_top(text: str, separator: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-OPEN = ("(", "[")
-CLOSED = (")", "]")
-SIGN = {
+OPENING_BRACKETS = ("(", "[")
+CLOSING_BRACKETS = (")", "]")
+RELATION_SIGNS = {
     r"\leq": "≤",
     r"\le": "≤",
     r"\geq": "≥",
@@ -362,7 +364,7 @@ SIGN = {
     "<=": "≤",
     ">=": "≥",
 }
-WRITTEN = re.compile(r"\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])|[<>]=")
+RELATION = re.compile(r"\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])|[<>]=")
 LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
@@ -377,13 +379,13 @@ def extract_set(text: str) -> str | None:
             and text.endswith(closing)
             and len(text) > len(opening) + len(closing)
         ):
-            inside = text[len(opening) : -len(closing)]
+            content = text[len(opening) : -len(closing)]
             if (
-                _is_balanced(inside)
-                and not re.search(r"\\mid|[:|]", inside)
-                and (opening == r"\{" or "," in inside)
+                _is_balanced(content)
+                and not re.search(r"\\mid|[:|]", content)
+                and (opening == r"\{" or "," in content)
             ):
-                return inside.strip()
+                return content.strip()
     return None
 
 
@@ -414,8 +416,8 @@ def split_brackets(text: str) -> list[str] | None:
     Returns None for other texts, including brackets with fewer than two members.
     """
     if (
-        text[:1] in OPEN
-        and text[-1] in CLOSED
+        text[:1] in OPENING_BRACKETS
+        and text[-1] in CLOSING_BRACKETS
         and len(split_top(text, ",")) == 1
         and _is_balanced(text[1:-1], "([{", ")]}")
     ):
@@ -433,7 +435,8 @@ def parse_inequality(text: str) -> tuple[str, list[str]] | None:
     """
     # Split the text at its signs.
     parts = re.split(
-        r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text)
+        r"([<>≤≥])",
+        RELATION.sub(lambda match: RELATION_SIGNS[match.group().removesuffix("slant")], text),
     )
     terms = [part.strip() for part in parts[::2]]
     signs = parts[1::2]
@@ -444,10 +447,10 @@ def parse_inequality(text: str) -> tuple[str, list[str]] | None:
         terms = terms[::-1]
         signs = [_flip_sign(signs[0])]
     if len(terms) == 2 and LETTER.fullmatch(terms[0]):
-        closed = signs[0] in "≤≥"
+        is_closed = signs[0] in "≤≥"
         if signs[0] in "<≤":
-            return terms[0], ["(", r"-\infty", terms[1], "]" if closed else ")"]
-        return terms[0], ["[" if closed else "(", terms[1], r"\infty", ")"]
+            return terms[0], ["(", r"-\infty", terms[1], "]" if is_closed else ")"]
+        return terms[0], ["[" if is_closed else "(", terms[1], r"\infty", ")"]
     # Inequality with two signs in the same direction, such as `1<x<3`.
     if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
         if signs[0] in ">≥":

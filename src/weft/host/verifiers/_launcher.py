@@ -93,26 +93,36 @@ def launch(source: int, out: int) -> None:
         isolation.set_death_with_parent()
         isolation.adopt_orphans()
     # Start the program's process before the tests are read.
-    first = _read(source)
+    program_message = _read(source)
     tests_end, program_end = socket.socketpair()
     settings = []
-    for folder in first["folders"]:
+    for folder in program_message["folders"]:
         settings.append(
             isolation.IsolationSettings(
-                frozenset(first["protections"]), first["limits"], folder, first["disk_mb"]
+                frozenset(program_message["protections"]),
+                program_message["limits"],
+                folder,
+                program_message["disk_mb"],
             )
         )
-    _start(settings[0], program_end.fileno(), lambda: _run(first["program"], program_end.fileno()))
+    _start(
+        settings[0],
+        program_end.fileno(),
+        lambda: _run(program_message["program"], program_end.fileno()),
+    )
     program_end.close()
     # Start the tests' process and wait for it.
-    second = _read(source)
+    tests_message = _read(source)
     os.close(source)
-    checks = _start(
-        settings[1], tests_end.fileno(), lambda: _run_tests(second, tests_end.fileno(), out), out
+    tests_process = _start(
+        settings[1],
+        tests_end.fileno(),
+        lambda: _run_tests(tests_message, tests_end.fileno(), out),
+        out,
     )
     tests_end.close()
     with contextlib.suppress(ChildProcessError):
-        while os.wait()[0] != checks:
+        while os.wait()[0] != tests_process:
             pass
     _end()
 
@@ -155,10 +165,10 @@ def _end() -> None:
 CHILDREN: list[int] = []  # process ids, for systems that do not list the children of a process
 
 
-def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
+def _start(settings: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
     """Fork a process that applies protections and then calls `work`; return its process id.
 
-    `wanted` has the protections to apply. In the new process, all descriptors are closed except
+    `settings` has the protections to apply. In the new process, all descriptors are closed except
     `channel`, `kept_descriptors` and the standard streams.
     """
     child = os.fork()
@@ -173,7 +183,7 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptor
             if descriptor > 2 and descriptor not in (channel, *kept_descriptors):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        isolation.enter(wanted)
+        isolation.enter(settings)
         work()
     finally:
         os._exit(1)
@@ -219,15 +229,15 @@ def _run_tests(message: dict[str, Any], channel: int, out: int) -> None:
     # Import modules, and get the program's functions.
     used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
     missing = sorted(used - names.keys())
-    modules, plain_names, own_names = _sort_names(tests, missing)
+    modules, builtin_names, own_names = _sort_names(tests, missing)
     for name in modules:
         with contextlib.suppress(ImportError):
             names[name] = importlib.import_module(MODULES.get(name, name))
-    program_objects = peer.request("names", None, [[*own_names, *plain_names]], {})
+    program_objects = peer.request("names", None, [[*own_names, *builtin_names]], {})
     if not any(name in program_objects for name in own_names):
         # If the tests use no other name of the program, they test a function that is named like a
         # built-in, such as `sum`.
-        own_names = [*own_names, *plain_names]
+        own_names = [*own_names, *builtin_names]
     names.update({name: program_objects[name] for name in own_names if name in program_objects})
     # Run the tests.
     exec(compile(tests, "tests.py", "exec"), names)
@@ -256,16 +266,17 @@ def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], lis
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             with_attributes.add(node.value.id)
-    known = sys.stdlib_module_names | MODULES.keys()
+    known_modules = sys.stdlib_module_names | MODULES.keys()
     modules = []
     for name in names:
-        if name in known and name in with_attributes:
+        if name in known_modules and name in with_attributes:
             modules.append(name)
-    plain = []
+    builtin_names = []
     for name in names:
         if hasattr(builtins, name) and name not in modules:
-            plain.append(name)
-    return modules, plain, [name for name in names if name not in modules and name not in plain]
+            builtin_names.append(name)
+    own_names = [name for name in names if name not in modules and name not in builtin_names]
+    return modules, builtin_names, own_names
 
 
 if __name__ == "__main__":

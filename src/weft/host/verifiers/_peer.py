@@ -29,13 +29,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # size limit of a message
-MOST_PRINTED = 1 << 20  # maximum number of characters of output forwarded at a time
+MAX_BYTES = 64 << 20  # size limit of a message
+MAX_PRINTED = 1 << 20  # maximum number of characters of output forwarded at a time
 SAFE_INTEGER = 1 << 62  # larger integers are sent as hexadecimal text
+CALLABLE_TYPES = (types.FunctionType, types.MethodType, type)  # that a program may call
 DUNDERS = ("__name__", "__doc__", "__qualname__")  # special attributes that proxies forward
 # Names of predicates of texts, numbers and sets. Tests cannot get them from objects of the program:
 # such an object in place of a plain value could always return True.
-ANSWERS = frozenset(
+PREDICATES = frozenset(
     name
     for kind in (str, bytes, float, set, range)
     for name in dir(kind)
@@ -158,7 +159,7 @@ def _locate(remote: Any) -> tuple[ObjectPeer, int]:
 
 def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
     peer, number = _locate(remote)
-    if peer.guarded and operation == "getattr" and args[0] in ANSWERS:
+    if peer.guarded and operation == "getattr" and args[0] in PREDICATES:
         raise AttributeError(
             f"{args[0]!r} of an object of the program is not available: only plain values have it"
         )
@@ -173,8 +174,8 @@ def _next(items: Any) -> list[Any]:
 
 
 # Operation of a request -> function that performs it on the object
-DO: dict[str, Callable[..., Any]] = {
-    "call": lambda of, *args, **kwargs: of(*args, **kwargs),
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "iter": iter,
@@ -186,9 +187,9 @@ DO: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "setitem": operator.setitem,
     "eq": operator.eq,
-    "enter": lambda of: of.__enter__(),
-    "exit": lambda of: of.__exit__(None, None, None),
-    "isinstance": lambda of, value: isinstance(value, of),
+    "enter": lambda target: target.__enter__(),
+    "exit": lambda target: target.__exit__(None, None, None),
+    "isinstance": lambda target, value: isinstance(value, target),
     **{name: getattr(operator, name) for name in OPERATORS},
 }
 
@@ -247,50 +248,50 @@ class ObjectPeer:
         while True:
             message = self._receive()
             if message[1] == "names":
-                held = {}
+                pairs = []
                 for name in self.decode(message[3][0]):
                     if name in names:
-                        held[name] = self.encode(names[name])
-                self._send(
-                    ["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}]
-                )
+                        pairs.append([name, self.encode(names[name])])
+                self._send(["!", {"d": pairs}, self._print(), {}])
             else:
                 self._answer_request(message)
 
     def _answer_request(self, message: Any) -> None:
-        _, operation, number, given, named = message
+        _, operation, number, encoded_args, encoded_kwargs = message
         try:
-            args = [self.decode(arg) for arg in given]
-            kwargs = self.decode(named)
-            of = self._objects[number]
-            self._check_allowed(of, operation, args)
-            value = self.encode(DO[operation](of, *args, **kwargs))
+            args = [self.decode(arg) for arg in encoded_args]
+            kwargs = self.decode(encoded_kwargs)
+            target = self._objects[number]
+            self._check_allowed(target, operation, args)
+            value = self.encode(OPERATIONS[operation](target, *args, **kwargs))
             changed = {}
             if operation == "call" and not self.guarded:
                 for index, arg in enumerate(args):
-                    if type(arg) in CHANGEABLE and (now := self.encode(arg)) != given[index]:
-                        changed[index] = now
+                    if type(arg) in MUTABLE_TYPES:
+                        encoded = self.encode(arg)
+                        if encoded != encoded_args[index]:
+                            changed[index] = encoded
             self._send(["!", value, self._print(), changed])
         except BaseException as error:  # the other side raises it
             text = []
             for arg in error.args:
                 is_plain = isinstance(arg, str | int | float | None)
                 text.append(self.encode(arg) if is_plain else str(arg)[:1000])
-            own = type(error).__module__ != "builtins"
-            kind = {"r": self._register_object(type(error))} if own else None
+            is_own_class = type(error).__module__ != "builtins"
+            kind = {"r": self._register_object(type(error))} if is_own_class else None
             self._send(["x", _find_base_name(type(error)), self._print(), text, kind])
 
-    def _check_allowed(self, of: Any, operation: str, args: Any) -> None:
+    def _check_allowed(self, target: Any, operation: str, args: Any) -> None:
         if not self.guarded:
             return
-        allowed = type(of).__module__ == "__main__"
+        is_allowed = type(target).__module__ == "__main__"
         if operation in ("getattr", "setattr"):
-            allowed = allowed and type(args[0]) is str and not args[0].startswith("_")
-        elif operation == "call" and isinstance(of, (types.FunctionType, types.MethodType, type)):
-            allowed = of.__module__ == "__main__"
-        elif operation in ("iter", "next") and isinstance(of, types.GeneratorType):
-            allowed = True
-        if not allowed:
+            is_allowed = is_allowed and type(args[0]) is str and not args[0].startswith("_")
+        elif operation == "call" and isinstance(target, CALLABLE_TYPES):
+            is_allowed = target.__module__ == "__main__"
+        elif operation in ("iter", "next") and isinstance(target, types.GeneratorType):
+            is_allowed = True
+        if not is_allowed:
             raise ProtocolError(f"{operation} is not allowed on this object of the tests")
 
     def _rebuild_error(self, base: Any, text: Any, kind: Any) -> BaseException:
@@ -305,7 +306,7 @@ class ObjectPeer:
         return error if isinstance(error, BaseException) else RuntimeError(*args)
 
     def _print(self) -> str:
-        text = self.printed.getvalue()[:MOST_PRINTED]
+        text = self.printed.getvalue()[:MAX_PRINTED]
         self.printed.seek(0)
         self.printed.truncate()
         return text
@@ -416,9 +417,9 @@ class ObjectPeer:
         if tag == "n":
             name, fields, items = content
             return collections.namedtuple(name, fields)(*self.decode(items))
-        if tag not in MAKE:
+        if tag not in BUILDERS:
             raise ProtocolError(f"unknown kind of value {tag!r:.20}")
-        return MAKE[tag](self.decode(content))
+        return BUILDERS[tag](self.decode(content))
 
     def _decode_remote(self, value: dict[str, Any]) -> Any:
         number = int(value["r"])
@@ -434,9 +435,9 @@ class ObjectPeer:
 
     def _send(self, message: Any) -> None:
         content = json.dumps(message).encode()
-        if len(content) > MOST_BYTES:
+        if len(content) > MAX_BYTES:
             raise ProtocolError(
-                f"a message has {len(content)} bytes; at most {MOST_BYTES} are allowed"
+                f"a message has {len(content)} bytes; at most {MAX_BYTES} are allowed"
             )
         left = memoryview(struct.pack("<I", len(content)) + content)
         while left:
@@ -444,8 +445,8 @@ class ObjectPeer:
 
     def _receive(self) -> Any:
         (size,) = struct.unpack("<I", self._read(4))
-        if size > MOST_BYTES:
-            raise ProtocolError(f"a message has {size} bytes; at most {MOST_BYTES} are allowed")
+        if size > MAX_BYTES:
+            raise ProtocolError(f"a message has {size} bytes; at most {MAX_BYTES} are allowed")
         return json.loads(self._read(size))
 
     def _read(self, size: int) -> bytes:
@@ -475,8 +476,8 @@ TAGS: dict[type, str] = {
     datetime.timedelta: "T",
     collections.deque: "D",
 }
-# Tag -> function that makes the value of its decoded content
-MAKE: dict[str, Callable[[Any], Any]] = {
+# Tag -> function that builds the value from its decoded content
+BUILDERS: dict[str, Callable[[Any], Any]] = {
     "t": tuple,
     "s": set,
     "f": frozenset,
@@ -494,7 +495,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
     "a": lambda parts: _unpack_array(*parts),
 }
-CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose changes are sent back
+MUTABLE_TYPES = (list, dict, set, bytearray, collections.deque)  # types whose changes are sent back
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -536,8 +537,8 @@ def _import_numpy() -> Any:
     return numpy
 
 
-def _unpack_array(dtype: str, shape: list[int], content: str, single: bool) -> Any:
+def _unpack_array(dtype: str, shape: list[int], content: str, is_scalar: bool) -> Any:
     if dtype[1:2] not in "biufcSU":
         raise ProtocolError(f"unknown kind of array {dtype!r:.20}")
     array = _import_numpy().frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
-    return array[()] if single else array
+    return array[()] if is_scalar else array

@@ -100,13 +100,13 @@ class ProgramLauncher:
     """
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, launcher_end = socket.socketpair()
         self._lock = threading.Lock()
         self.owner = os.getpid()
-        with theirs:
+        with launcher_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(LAUNCHER)],
-                stdin=theirs.fileno(),
+                stdin=launcher_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=dict.fromkeys(THREADS, "1"),
@@ -165,33 +165,33 @@ def run_tests(
     with contextlib.ExitStack() as stack:
         # Build the two messages; the program is sent before the tests.
         folders = [stack.enter_context(_create_folder()) for _ in range(2)]
-        first = {
+        program_message = {
             "protections": list(find_protections() if active is None else active),
             "limits": limits.to_resources(),
             "folders": folders,
             "disk_mb": limits.disk_mb,
             "program": task.program,
         }
-        second = {
+        tests_message = {
             "tests": task.tests,
             "prompt": task.prompt,
             "entry_point": task.entry_point,
             "word": word,
         }
         # Fork the process, send it the messages, and wait for the word.
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
-        stack.callback(os.close, ours_out)
+        input_read, input_write = os.pipe()
+        output_read, output_write = os.pipe()
+        stack.callback(os.close, output_read)
         try:
-            leader = _get_launcher().fork([theirs_in, theirs_out])
+            leader = _get_launcher().fork([input_read, output_write])
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
-        with contextlib.suppress(BrokenPipeError), os.fdopen(ours_in, "wb") as file:
-            file.write(_encode_message(first) + _encode_message(second))
-        output = _read_to_end(ours_out, limits.seconds)
+            os.close(input_read)
+            os.close(output_write)
+        with contextlib.suppress(BrokenPipeError), os.fdopen(input_write, "wb") as file:
+            file.write(_encode_message(program_message) + _encode_message(tests_message))
+        output = _read_to_end(output_read, limits.seconds)
         if output is None:
-            _end(leader, ours_out)
+            _end(leader, output_read)
     return output == word.encode()
 
 
@@ -251,9 +251,9 @@ def find_protections() -> tuple[str, ...]:
         return best
     protections: tuple[str, ...] = ()
     for name in possible:
-        superfluous = name == "landlock" and "files" in protections
-        impossible = name == "files" and "namespaces" not in protections
-        if not superfluous and not impossible and _can_protect((*protections, name)):
+        is_superfluous = name == "landlock" and "files" in protections
+        is_impossible = name == "files" and "namespaces" not in protections
+        if not is_superfluous and not is_impossible and _can_protect((*protections, name)):
             protections = (*protections, name)
     return protections
 
@@ -267,10 +267,9 @@ def _can_protect(names: Sequence[str]) -> bool:
 
 def describe_protections(active: Sequence[str]) -> list[str]:
     """Return lines of text that list the active protections, and those that this system lacks."""
-    held = [PROTECTIONS[name] for name in active]
-    lines = [
-        f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"
-    ]
+    descriptions = [PROTECTIONS[name] for name in active]
+    descriptions.append("limits of time, memory and files")
+    lines = [f"code reward: programs run behind {'; '.join(descriptions)}"]
     # One of each pair is enough; the protection `user` is available to root only.
     covers = {"landlock": "files", "files": "landlock"}
     missing = []

@@ -31,9 +31,9 @@ from weft.host.verifiers._answers import FORMULA, extract_boxed
 from weft.host.verifiers._expression import FUNCTIONS, GREEK
 from weft.host.verifiers._latex import UNIT, split_name, split_top
 
-MOST_TOKENS = 200  # maximum number of tokens of an answer
+MAX_TOKENS = 200  # maximum number of tokens of an answer
 # Commands that only change type or spacing, and operations whose operands the library keeps
-UNDERSTOOD = {
+KNOWN_COMMANDS = {
     *FUNCTIONS,
     "sinh",
     "cosh",
@@ -164,19 +164,21 @@ INFINITE = (sympy.oo, -sympy.oo)
 
 
 def is_fully_parsed(
-    one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
+    reference: str,
+    answer: str,
+    are_same: Callable[[str, str], bool],
+    parse: Callable[[str], tuple[Any, ...]],
 ) -> bool:
     """Return whether `math_verify` found two texts equal without ignoring letters or numbers.
 
     The library ignores what it cannot parse, so texts that differ in the ignored parts can count as
     equal. Therefore, this function replaces letters and numbers one at a time, and compares the
-    texts again: they must then differ. `same` is the function that has compared the two texts and
-    found them equal. `parsed` is a function that returns the expressions that `math_verify` finds
-    in a text.
+    texts again: they must then differ. `are_same` is the function that has found the two texts
+    equal. `parse` is a function that returns the expressions that `math_verify` finds in a text.
     """
     # Extract the formulas to compare.
-    first = extract_formula(one, parsed)
-    second = extract_formula(other, parsed)
+    first = extract_formula(reference, parse)
+    second = extract_formula(answer, parse)
     if first == second:
         return True
     first, second = extract_result(first, second), extract_result(second, first)
@@ -185,18 +187,18 @@ def is_fully_parsed(
         first
     ) != CAPITAL.findall(second):
         return False
-    if (wrap_formula(first), wrap_formula(second)) != (one, other) and not same(
+    if (wrap_formula(first), wrap_formula(second)) != (reference, answer) and not are_same(
         wrap_formula(first), wrap_formula(second)
     ):
         return False
     if len(split_top(first, "=")) != len(split_top(second, "=")):
         return False
-    letters = {_find_assigned_letter(first, parsed), _find_assigned_letter(second, parsed)} - {None}
+    letters = {_find_assigned_letter(first, parse), _find_assigned_letter(second, parse)} - {None}
     if len(letters) > 1:
         return False
     # Replace each token in turn.
-    return _are_all_tokens_needed(first, second, same, parsed) and _are_all_tokens_needed(
-        second, first, lambda a, b: same(b, a), parsed
+    return _are_all_tokens_needed(first, second, are_same, parse) and _are_all_tokens_needed(
+        second, first, lambda left, right: are_same(right, left), parse
     )
 
 
@@ -205,7 +207,7 @@ def wrap_formula(formula: str) -> str:
     return f"${formula}$"
 
 
-def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
+def extract_formula(text: str, parse: Callable[[str], tuple[Any, ...]]) -> str:
     """Return the formula that states the answer of a text, without the unit.
 
     The formula is the first of these that exists:
@@ -216,21 +218,21 @@ def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     - the last expression that `math_verify` finds in the text;
     - the whole text.
 
-    `parsed` is a function that returns the expressions that `math_verify` finds in a text.
+    `parse` is a function that returns the expressions that `math_verify` finds in a text.
     """
-    inside = extract_boxed(text)
-    if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
-        inside = text[1:-1]
-    if inside is None:
+    formula = extract_boxed(text)
+    if formula is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
+        formula = text[1:-1]
+    if formula is None:
         formulas = list(FORMULA.finditer(text))
         if formulas:
-            inside = next(group for group in formulas[-1].groups() if group is not None)
-    if inside is None and "\\" in text:
-        inside = INTRODUCTION.sub("", text).rstrip(".")
-    if inside is None:
-        expressions = parsed(text)
-        inside = str(expressions[-1]) if expressions else text
-    return UNIT.sub("", inside.strip()).strip()
+            formula = next(group for group in formulas[-1].groups() if group is not None)
+    if formula is None and "\\" in text:
+        formula = INTRODUCTION.sub("", text).rstrip(".")
+    if formula is None:
+        expressions = parse(text)
+        formula = str(expressions[-1]) if expressions else text
+    return UNIT.sub("", formula.strip()).strip()
 
 
 def extract_result(formula: str, other: str) -> str:
@@ -240,25 +242,23 @@ def extract_result(formula: str, other: str) -> str:
     the omitted part is more than a computation or a name.
     """
     before, equals, after = formula.rpartition("=")
-    inside = before.count("{") != before.count("}")
-    if not equals or inside or "=" in other or before[-1:] in ("<", ">", "!"):
+    is_in_braces = before.count("{") != before.count("}")
+    if not equals or is_in_braces or "=" in other or before[-1:] in ("<", ">", "!"):
         return formula
     name, _ = split_name(formula)
-    computed = not re.search("[A-Za-z]", COMMAND.sub("", before)) and not LETTER_COMMAND.search(
-        before
-    )
-    if computed or (name is not None and "=" not in before):
+    has_letters = re.search("[A-Za-z]", COMMAND.sub("", before)) or LETTER_COMMAND.search(before)
+    if not has_letters or (name is not None and "=" not in before):
         return after.strip()
     return formula
 
 
-def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
+def _find_assigned_letter(formula: str, parse: Callable[[str], tuple[Any, ...]]) -> Any:
     """Return the letter on the left side of an equation such as `x = 5`.
 
     Returns None for other formulas. The letters must be compared separately, because `math_verify`
     compares only the values.
     """
-    expressions = parsed(wrap_formula(formula))
+    expressions = parse(wrap_formula(formula))
     expression = expressions[0] if expressions else None
     if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
         return expression.lhs
@@ -272,7 +272,7 @@ def is_understood(formula: str) -> bool:
     """
     if MISREAD.search(formula):
         return False
-    if any(name not in UNDERSTOOD and name not in GREEK for name in COMMAND.findall(formula)):
+    if any(name not in KNOWN_COMMANDS and name not in GREEK for name in COMMAND.findall(formula)):
         return False
     letters = set(re.findall("[A-Za-z]", COMMAND.sub(" ", ENVIRONMENT.sub(" ", formula))))
     return not any(letter.swapcase() in letters for letter in letters)
@@ -281,37 +281,39 @@ def is_understood(formula: str) -> bool:
 def _are_all_tokens_needed(
     formula: str,
     other: str,
-    same: Callable[[str, str], bool],
-    parsed: Callable[[str], tuple[Any, ...]],
+    are_same: Callable[[str, str], bool],
+    parse: Callable[[str], tuple[Any, ...]],
 ) -> bool:
     """Return whether each token of `formula` matters when it is compared with `other`.
 
     Tokens are letters, numbers, plus and minus signs, and marks such as `!`. Each token in turn is
     replaced or removed. The changed formula must not be equal to `other`, and must be parsed
-    differently from `formula`. `same` returns whether two texts are equal, and `parsed` returns the
-    expressions that `math_verify` finds in a text.
+    differently from `formula`. `are_same` returns whether two texts are equal, and `parse` returns
+    the expressions that `math_verify` finds in a text.
 
     If parsing `formula` loses none of its letters and numbers (see `_has_all_tokens`), returns True
-    without replacing any token. Returns False if there are more than `MOST_TOKENS` tokens, or if
+    without replacing any token. Returns False if there are more than `MAX_TOKENS` tokens, or if
     there is no unused letter to put in place of a token.
     """
     spans = list(_find_tokens(formula))
-    if len(spans) > MOST_TOKENS:
+    if len(spans) > MAX_TOKENS:
         return False
-    expressions = parsed(wrap_formula(formula))
+    expressions = parse(wrap_formula(formula))
     if expressions and _has_all_tokens(
         expressions[0], [formula[begin:end] for begin, end in spans]
     ):
         return True
     for match in SIGN.finditer(formula):
         spans.append(match.span())
-    taken = {formula[begin:end].lower() for begin, end in spans} | set(other.lower())
-    letter = next((each for each in "qwzuvjkrstghbcmnopyxaf" if each not in taken), None)
+    used = {formula[begin:end].lower() for begin, end in spans} | set(other.lower())
+    letter = next(
+        (candidate for candidate in "qwzuvjkrstghbcmnopyxaf" if candidate not in used), None
+    )
     if letter is None:
         return False
     for begin, end in spans:
         changed = formula[:begin] + _replace_token(formula[begin:end], letter) + formula[end:]
-        if parsed(wrap_formula(changed))[:1] == expressions[:1] or same(
+        if parse(wrap_formula(changed))[:1] == expressions[:1] or are_same(
             wrap_formula(changed), wrap_formula(other)
         ):
             return False
@@ -356,8 +358,8 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
         expression, leaves, implied
     ):
         return False
-    written = Counter(token.lstrip("\\").lower() for token in tokens)
-    return not leaves - written and not (written - leaves) - implied
+    formula_tokens = Counter(token.lstrip("\\").lower() for token in tokens)
+    return not leaves - formula_tokens and not (formula_tokens - leaves) - implied
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
@@ -374,8 +376,8 @@ def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
     if node in CONSTANTS:
         leaves[CONSTANTS[node]] += 1
     elif isinstance(node, sympy.Rational):
-        known = implied if node == -1 else leaves
-        known.update([str(abs(node.p))] + ([str(node.q)] if node.q != 1 else []))
+        counter = implied if node == -1 else leaves
+        counter.update([str(abs(node.p))] + ([str(node.q)] if node.q != 1 else []))
     elif isinstance(node, sympy.Symbol):
         leaves.update(
             [node.name.lower()]
@@ -400,14 +402,14 @@ def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
         implied["d"] += isinstance(node, sympy.Integral) * len(variables)
         # A body without its variable, such as `a_n`, is evaluated as a constant.
         return set(variables) <= body.free_symbols and all(
-            _collect(each, leaves, implied) for each in (body, *limits)
+            _collect(part, leaves, implied) for part in (body, *limits)
         )
     elif not isinstance(node, SIMPLE):
         return node in INFINITE
     return all(_collect(argument, leaves, implied) for argument in node.args)
 
 
-MEMORY = 4 << 30  # limit of the address space in bytes
+MAX_MEMORY = 4 << 30  # limit of the address space in bytes
 TARGETS = (
     math_verify.LatexExtractionConfig(boxed_match_priority=0),
     math_verify.ExprExtractionConfig(),
@@ -429,7 +431,7 @@ def main(descriptor: int) -> None:
     ):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     are_surely_equal("$1$", "$1$")  # triggers lazy imports
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send("ready")
@@ -476,13 +478,16 @@ def are_surely_equal(reference: str, answer: str) -> bool:
 
 def are_equal(reference: str, answer: str) -> bool:
     """Return whether `math_verify` finds the answers in two texts equal."""
-    one = parse_answer(reference)
-    other = parse_answer(answer)
+    reference_expressions = parse_answer(reference)
+    answer_expressions = parse_answer(answer)
     return bool(
-        one
-        and other
+        reference_expressions
+        and answer_expressions
         and math_verify.verify(
-            list(one), list(other), timeout_seconds=None, allow_set_relation_comp=True
+            list(reference_expressions),
+            list(answer_expressions),
+            timeout_seconds=None,
+            allow_set_relation_comp=True,
         )
     )
 

@@ -24,10 +24,10 @@ from weft.host.verifiers._latex import parse_exact, split_top, to_plain_form
 Number = Any  # a Fraction, or a real or complex number of mpmath
 
 SEEDS = (1, 2, 3)  # seeds of the values of letters
-MOST_BITS = 20_000  # maximum number of bits of a fraction's numerator and denominator
-MOST_FACTORIAL = 2000  # largest operand of factorials and binomials
-MOST_POWER = 10**6  # largest exponent of a number that is not a fraction
-MOST_SIZE = 800  # rounded numbers are between 2^-800 and 2^800
+MAX_BITS = 20_000  # maximum number of bits of a fraction's numerator and denominator
+MAX_FACTORIAL = 2000  # largest operand of factorials and binomials
+MAX_POWER = 10**6  # largest exponent of a number that is not a fraction
+MAX_SIZE = 800  # rounded numbers are between 2^-800 and 2^800
 # Relative distances of a decimal from a number. Above FAR, the decimal does not approximate the
 # number; up to NEAR, it does if all its digits are right; between them, this is undecided.
 FAR = Fraction(1, 10**4)
@@ -40,32 +40,36 @@ class _UndecidedValue(Exception):
     """Raised if an expression is undefined, or its value cannot be computed within the limits."""
 
 
-def have_same_value(one: str, other: str) -> bool | None:
+def have_same_value(first_text: str, second_text: str) -> bool | None:
     """Return whether two normalized answers are expressions with the same value.
 
     The answers are results of `_latex.to_plain_form`. Expressions with letters (variables) are
     compared for several values of the letters. A decimal with many digits equals the number that it
     approximates if all its digits are right. Returns None if the comparison is undecided.
     """
-    a = parse(one)
-    b = parse(other)
-    if a is None or b is None:
+    first = parse(first_text)
+    second = parse(second_text)
+    if first is None or second is None:
         return None
-    if a.letters or b.letters:
-        return _are_same_function(a, b)
-    distances = _measure_distance(a, b, 0)
+    if first.letters or second.letters:
+        return _are_same_function(first, second)
+    distances = _measure_distance(first, second, 0)
     if distances is None:
         return None
     distance, relative = distances
-    if not distance or not (a.decimal or b.decimal):
+    if not distance or not (first.decimal or second.decimal):
         return not distance
     if relative > FAR:
         return False
     if relative > NEAR:
         return None
-    if DECIMAL.fullmatch(one):
-        return _is_rounded_or_truncated(one, a, b)
-    return _is_rounded_or_truncated(other, b, a) if DECIMAL.fullmatch(other) else None
+    if DECIMAL.fullmatch(first_text):
+        return _is_rounded_or_truncated(first_text, first, second)
+    return (
+        _is_rounded_or_truncated(second_text, second, first)
+        if DECIMAL.fullmatch(second_text)
+        else None
+    )
 
 
 def _is_rounded_or_truncated(
@@ -75,12 +79,14 @@ def _is_rounded_or_truncated(
 
     `text` is the decimal as written.
     """
-    stated = _evaluate(decimal, 0, 0)
-    meant = _evaluate(number, 0, 0)
-    assert stated and meant, "their difference is known"
-    last = Fraction(1, 10 ** len(text.partition(".")[2]))
-    apart = abs(stated.real - meant.real)
-    return 2 * apart <= last or (apart < last and abs(stated.real) < abs(meant.real))
+    decimal_value = _evaluate(decimal, 0, 0)
+    number_value = _evaluate(number, 0, 0)
+    assert decimal_value and number_value, "their difference is known"
+    unit = Fraction(1, 10 ** len(text.partition(".")[2]))
+    distance = abs(decimal_value.real - number_value.real)
+    return 2 * distance <= unit or (
+        distance < unit and abs(decimal_value.real) < abs(number_value.real)
+    )
 
 
 def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
@@ -89,29 +95,29 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
     Returns None if the comparison is undecided.
     """
     # Compute the distances for all seeds.
-    seen: list[Fraction] = []  # relative distances
-    rational = True
+    distances: list[Fraction] = []  # relative distances
+    are_rational = True
     for seed in SEEDS:
-        there = _evaluate(a, seed, 0), _evaluate(b, seed, 0)
-        if there[0] is None or there[1] is None:
-            if there[0] is not there[1]:
+        values = _evaluate(a, seed, 0), _evaluate(b, seed, 0)
+        if values[0] is None or values[1] is None:
+            if values[0] is not values[1]:
                 return None  # such as the root of a letter below 0
             continue
-        rational = rational and there[0].size < 0 and there[1].size < 0
-        distances = _measure_distance(a, b, seed)
-        if distances is None:
+        are_rational = are_rational and values[0].size < 0 and values[1].size < 0
+        distance_pair = _measure_distance(a, b, seed)
+        if distance_pair is None:
             return None
-        seen.append(distances[1])
+        distances.append(distance_pair[1])
     # Decide from at least two distances.
-    if len(seen) < 2:
+    if len(distances) < 2:
         return None
-    if not any(seen):
+    if not any(distances):
         return True
     if a.decimal or b.decimal:
         return None
     # Values that are near but not equal come from different functions. Values that are far apart
     # are left to computer algebra, which knows more names of functions.
-    if (rational and a.letters == b.letters) or max(seen) < FAR:
+    if (are_rational and a.letters == b.letters) or max(distances) < FAR:
         return False
     return None
 
@@ -126,19 +132,19 @@ def _measure_distance(
     small enough to be a rounding error counts as 0. `seed` determines the values of the variables.
     Returns None if one of the values is unknown.
     """
-    one = _evaluate(a, seed, 0)
-    other = _evaluate(b, seed, 0)
-    size = max(one.size, other.size) if one and other else -1
+    first = _evaluate(a, seed, 0)
+    second = _evaluate(b, seed, 0)
+    size = max(first.size, second.size) if first and second else -1
     if size >= 0:
-        one = _evaluate(a, seed, size)
-        other = _evaluate(b, seed, size)
-    if one is None or other is None:
+        first = _evaluate(a, seed, size)
+        second = _evaluate(b, seed, size)
+    if first is None or second is None:
         return None
-    apart = max(abs(one.real - other.real), abs(one.imaginary - other.imaginary))
-    if size >= 0 and apart < Fraction(1, 2 ** (100 + 3 * size)):
-        apart = Fraction(0)
-    largest = max(abs(part) for value in (one, other) for part in (value.real, value.imaginary))
-    return apart, apart / largest if apart else apart
+    distance = max(abs(first.real - second.real), abs(first.imaginary - second.imaginary))
+    if size >= 0 and distance < Fraction(1, 2 ** (100 + 3 * size)):
+        distance = Fraction(0)
+    largest = max(abs(part) for value in (first, second) for part in (value.real, value.imaginary))
+    return distance, distance / largest if distance else distance
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ class _TreeCalculator:
             return self._check_limits(
                 self._apply_function(
                     parts[0],
-                    self._to_rounded_real(self.evaluate(parts[1]), complexes=parts[0] == "exp"),
+                    self._to_rounded_real(self.evaluate(parts[1]), allow_complex=parts[0] == "exp"),
                 )
             )
         values = [self.evaluate(part) for part in parts]
@@ -246,7 +252,7 @@ class _TreeCalculator:
         binary exponent so far) is updated.
         """
         if isinstance(number, Fraction):
-            if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
+            if max(number.numerator.bit_length(), number.denominator.bit_length()) > MAX_BITS:
                 raise _UndecidedValue
             return number
         if not self._mp.isfinite(number):
@@ -255,7 +261,7 @@ class _TreeCalculator:
             number = number.real
         size = 0 if number == 0 else abs(int(self._mp.mag(number)))
         # A difference of equal numbers leaves a rounding error of about 2^-prec, so allow for it
-        if size > MOST_SIZE + self._mp.prec:
+        if size > MAX_SIZE + self._mp.prec:
             raise _UndecidedValue
         self.size = max(self.size, size)
         return number
@@ -263,26 +269,26 @@ class _TreeCalculator:
     def _add(self, parts: Iterable[tuple[int, Number]]) -> Number:
         total: Number = Fraction(0)
         for sign, part in parts:
-            one, other = self._convert_pair(total, part)
-            total = self._check_limits(one + sign * other)
+            left, right = self._convert_pair(total, part)
+            total = self._check_limits(left + sign * right)
         return total
 
     def _multiply(self, parts: Iterable[tuple[int, Number]]) -> Number:
         total: Number = Fraction(1)
         for sign, part in parts:
-            one, other = self._convert_pair(total, part)
-            total = self._check_limits(one * other if sign == 1 else one / other)
+            left, right = self._convert_pair(total, part)
+            total = self._check_limits(left * right if sign == 1 else left / right)
         return total
 
-    def _convert_pair(self, one: Number, other: Number) -> tuple[Number, Number]:
+    def _convert_pair(self, left: Number, right: Number) -> tuple[Number, Number]:
         """Convert two numbers to the same type.
 
         Two fractions are returned unchanged. In all other cases, both numbers are returned as
         floating-point numbers of `mpmath`.
         """
-        if isinstance(one, Fraction) and isinstance(other, Fraction):
-            return one, other
-        return self._to_rounded(one), self._to_rounded(other)
+        if isinstance(left, Fraction) and isinstance(right, Fraction):
+            return left, right
+        return self._to_rounded(left), self._to_rounded(right)
 
     def _to_rounded(self, number: Number) -> Number:
         """Convert an exact fraction to a floating-point number of `mpmath`.
@@ -294,14 +300,14 @@ class _TreeCalculator:
         if not isinstance(number, Fraction):
             return self._check_limits(number)
         bits = max(number.numerator.bit_length(), number.denominator.bit_length())
-        if bits > MOST_SIZE:
+        if bits > MAX_SIZE:
             raise _UndecidedValue
         self.size = max(self.size, bits)
         return self._mp.mpf(number.numerator) / number.denominator
 
-    def _to_rounded_real(self, number: Number, *, complexes: bool = False) -> Number:
+    def _to_rounded_real(self, number: Number, *, allow_complex: bool = False) -> Number:
         number = self._to_rounded(number)
-        if isinstance(number, self._mp.mpc) and not complexes:
+        if isinstance(number, self._mp.mpc) and not allow_complex:
             raise _UndecidedValue
         return number
 
@@ -351,21 +357,21 @@ class _TreeCalculator:
             times = int(exponent)
             if isinstance(base, Fraction):
                 bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-                if bits * abs(times) > MOST_BITS + bits:
+                if bits * abs(times) > MAX_BITS + bits:
                     raise _UndecidedValue
                 return base**times
-            if abs(times) > MOST_POWER:
+            if abs(times) > MAX_POWER:
                 raise _UndecidedValue
             return base**times
         base = self._to_rounded_real(base)
-        exponent = self._to_rounded_real(exponent, complexes=not self._real)
-        if base < 0 or abs(exponent) * max(1, abs(self._mp.mag(base) if base else 0)) > MOST_POWER:
+        exponent = self._to_rounded_real(exponent, allow_complex=not self._real)
+        if base < 0 or abs(exponent) * max(1, abs(self._mp.mag(base) if base else 0)) > MAX_POWER:
             raise _UndecidedValue
         return self._mp.power(base, exponent)
 
     def _apply_function(self, name: str, number: Number) -> Number:
         mp = self._mp
-        if name == "exp" and abs(number) > MOST_POWER:
+        if name == "exp" and abs(number) > MAX_POWER:
             raise _UndecidedValue
         if (name in ("ln", "log") and number <= 0) or (
             name in ("arcsin", "arccos") and abs(number) > 1
@@ -377,7 +383,7 @@ class _TreeCalculator:
 
 def _to_integer(number: Number) -> int:
     if not (
-        isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MOST_FACTORIAL
+        isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MAX_FACTORIAL
     ):
         raise _UndecidedValue
     return int(number)
@@ -401,27 +407,33 @@ MODULUS = re.compile(
 CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
-def compare_ratios(one: str, other: str) -> bool | None:
+def compare_ratios(first: str, second: str) -> bool | None:
     """Return whether two ratios, normalized by `_latex.to_plain_form`, are proportional.
 
     Returns None if neither text is a ratio, or if the comparison is undecided.
     """
-    parts = _split_ratio(one)
-    others = _split_ratio(other)
-    if parts is None and others is None:
+    first_parts = _split_ratio(first)
+    second_parts = _split_ratio(second)
+    if first_parts is None and second_parts is None:
         return None
-    if parts is None or others is None:
-        return False if max(len(parts or ()), len(others or ())) > 2 else None  # 3:4 may be 3/4
-    if len(parts) != len(others):
+    if first_parts is None or second_parts is None:
+        return (
+            False if max(len(first_parts or ()), len(second_parts or ())) > 2 else None
+        )  # 3:4 may be 3/4
+    if len(first_parts) != len(second_parts):
         return False
     verdicts = []
-    for part, match in zip(parts[1:], others[1:], strict=True):
-        verdicts.append(have_same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})"))
+    for first_part, second_part in zip(first_parts[1:], second_parts[1:], strict=True):
+        verdicts.append(
+            have_same_value(
+                f"({first_part})*({second_parts[0]})", f"({second_part})*({first_parts[0]})"
+            )
+        )
     if False in verdicts:
         return False
     if None not in verdicts:
         return True
-    return None if len(parts) == 2 else False
+    return None if len(first_parts) == 2 else False
 
 
 def _split_ratio(text: str) -> list[str] | None:
@@ -431,24 +443,26 @@ def _split_ratio(text: str) -> list[str] | None:
     return parts
 
 
-def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
+def compare_congruences(
+    first_text: str, second_text: str, are_equal: Callable[[str, str], bool]
+) -> bool | None:
     """Return whether two answers are equivalent congruences, or None if neither is a congruence.
 
     The answers are results of `_latex.tidy`. Congruences are equivalent if the left sides are equal
     or one of them is missing, the moduli are equal, and the residues are equal up to multiples of
-    the modulus. `equal` is a function that returns whether two such parts are equal.
+    the modulus. `are_equal` is a function that returns whether two such parts are equal.
     """
-    first = _split_congruence(one)
-    second = _split_congruence(other)
+    first = _split_congruence(first_text)
+    second = _split_congruence(second_text)
     if first is None and second is None:
         return None
     if first is None or second is None:
         return False
     (left, residue, modulus), (other_left, other_residue, other_modulus) = first, second
-    if left and other_left and not equal(left, other_left):
+    if left and other_left and not are_equal(left, other_left):
         return False
-    return equal(modulus, other_modulus) and _have_same_residues(
-        residue, other_residue, modulus, equal
+    return are_equal(modulus, other_modulus) and _have_same_residues(
+        residue, other_residue, modulus, are_equal
     )
 
 
@@ -468,12 +482,12 @@ def _split_congruence(text: str) -> tuple[str, str, str] | None:
 
 
 def _have_same_residues(
-    one: str, other: str, modulus: str, equal: Callable[[str, str], bool]
+    first: str, second: str, modulus: str, are_equal: Callable[[str, str], bool]
 ) -> bool:
-    residues = [_parse_residues(text, modulus) for text in (one, other)]
+    residues = [_parse_residues(text, modulus) for text in (first, second)]
     if None not in residues:
         return residues[0] == residues[1]
-    return equal(one, other)
+    return are_equal(first, second)
 
 
 def _parse_residues(text: str, modulus: str) -> set[Fraction] | None:

@@ -24,13 +24,13 @@ DONE = re.compile(r"^[ \t]*\[DONE\]", re.MULTILINE)
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
     """Return the program in a completion: its last fenced block of Python, or the whole completion.
 
-    Of several blocks, the last one that defines `entry_point` is taken, if one does. What precedes
-    a line [BEGIN] or follows a line [DONE] (MBPP) is no part of the program. A program that does
-    not define `entry_point` is assumed to continue the code of the prompt, so the prompt is put
-    before it (HumanEval: the prompt ends in a signature, and the completion is the body).
+    If there are several blocks, the last one that defines `entry_point` is used. Text before a line
+    [BEGIN] or after a line [DONE] (MBPP) is ignored. If no block defines `entry_point`, the last
+    one is assumed to continue the code of the prompt, so the prompt is put before it (HumanEval:
+    the prompt ends in a signature, and the completion is the body).
     """
-    before, *inside = BEGIN.split(completion, maxsplit=1)
-    text = DONE.split(inside[0] if inside else before, maxsplit=1)[0]
+    before, *rest = BEGIN.split(completion, maxsplit=1)
+    text = DONE.split(rest[0] if rest else before, maxsplit=1)[0]
     fenced = FENCED.findall(text)
     blocks = [code for language, code in fenced if language.lower() in PYTHON] or [text]
     if entry_point is None:
@@ -90,14 +90,14 @@ def code(
     `memory_mb` limit each program; reward_timeout_s limits the whole batch.
     """
     limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
-    given = next(
+    tests_by_row = next(
         (columns[name] for name in ("test", "tests", "test_list") if name in columns),
         [None] * len(completions),
     )
     entry_points = columns.get("entry_point", [None] * len(completions))
     rewards: list[float | None] = []
     for prompt, completion, test, entry_point in zip(
-        prompts, completions, given, entry_points, strict=True
+        prompts, completions, tests_by_row, entry_points, strict=True
     ):
         if test is None:
             rewards.append(None)

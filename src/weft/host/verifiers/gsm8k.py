@@ -51,6 +51,8 @@ def gsm8k(
     rewards: list[float | None] = []
     for completion, answer in zip(completions, answers, strict=True):
         expected = None if answer is None else find_final_number(str(answer))
-        right = expected is not None and find_final_number(completion, strict=strict) == expected
-        rewards.append(None if expected is None else float(right))
+        is_correct = (
+            expected is not None and find_final_number(completion, strict=strict) == expected
+        )
+        rewards.append(None if expected is None else float(is_correct))
     return rewards

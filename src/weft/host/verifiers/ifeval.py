@@ -243,8 +243,9 @@ def _check_nth_paragraph(text: str, a: Arguments) -> bool:
 
     Paragraphs are separated by blank lines. The nth paragraph must begin with the required word.
     """
-    # read all arguments first, so that a row that lacks one is refused for any text
-    nth, required = int(a["nth_paragraph"]), int(a["num_paragraphs"])
+    # Read all arguments first, so that a row that lacks one is an error for every text.
+    nth = int(a["nth_paragraph"])
+    required = int(a["num_paragraphs"])
     word = str(a["first_word"]).lower()
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
@@ -256,8 +257,8 @@ def _check_nth_paragraph(text: str, a: Arguments) -> bool:
 
 def _check_postscript(text: str, a: Arguments) -> bool:
     marker = str(a["postscript_marker"])
-    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return re.search(known.get(marker, re.escape(marker.lower())), text.lower()) is not None
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
 def _count_placeholders(text: str) -> int:
@@ -291,8 +292,8 @@ def _check_sections(text: str, a: Arguments) -> bool:
 
 
 def _check_json(text: str, a: Arguments) -> bool:
-    inside = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
-    return _is_json(inside)
+    content = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
+    return _is_json(content)
 
 
 def _check_two_responses(text: str, a: Arguments) -> bool:
@@ -462,7 +463,7 @@ Instructions = list[tuple[str, Mapping[str, Any] | None]]  # names with their ar
 
 
 def _read_instructions(columns: Mapping[str, Sequence[Any]], count: int) -> list[Instructions]:
-    """Return the instructions of each of `count` rows; none for rows of another kind."""
+    """Return the instructions of `count` rows; the list of a row without instructions is empty."""
     has_lists = "instruction_id_list" in columns and "kwargs" in columns
     if count and not has_lists and "ground_truth" not in columns:
         raise DataError(
@@ -487,9 +488,9 @@ def _read_instructions(columns: Mapping[str, Sequence[Any]], count: int) -> list
 
 
 def _parse_ground_truth(truth: Any) -> tuple[Sequence[str], Sequence[Mapping[str, Any]] | None]:
-    """Return the instructions and arguments in a value of `ground_truth`; none if it has none.
+    """Return the instructions and arguments in a value of `ground_truth`, or ([], None).
 
-    The text is JSON or a Python literal, in which the mapping may be a text again.
+    The value is JSON or a Python literal, in which the mapping may again be such a text.
     """
     if "instruction_id" not in str(truth):
         return [], None  # the reference answer of another verifier

@@ -117,7 +117,7 @@ class JudgeRequest:
                 "temperature",
                 self.temperature,
                 "0 or more, or null to leave it to the server",
-                least=0,
+                minimum=0,
             )
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1)
@@ -186,16 +186,16 @@ class TokenPrices:
     def __post_init__(self) -> None:
         for name, value in (("input_price", self.input), ("output_price", self.output)):
             if value is not None:
-                check_number(name, value, "0 or more, for a million tokens", least=0)
+                check_number(name, value, "0 or more, for a million tokens", minimum=0)
 
     def compute_cost(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Return the metric `cost` for the counted tokens, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
-        paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
+        cost = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
             self.output or 0.0
         )
-        return {"cost": paid / 1e6}
+        return {"cost": cost / 1e6}
 
 
 @dataclass(frozen=True)
@@ -359,18 +359,20 @@ def _average_votes(verdicts: Sequence[VoteResult]) -> float:
             rewards.append(verdict.reward)
     if rewards:
         return sum(rewards) / len(rewards)
-    stops = next((verdict for verdict in verdicts if verdict.fallback is None), verdicts[0])
-    if stops.fallback is None:
-        raise UserError(stops.problem)
-    return stops.fallback
+    decisive = next((verdict for verdict in verdicts if verdict.fallback is None), verdicts[0])
+    if decisive.fallback is None:
+        raise UserError(decisive.problem)
+    return decisive.fallback
 
 
-async def _gather_results(works: Sequence[Coroutine[Any, Any, VoteResult]]) -> list[VoteResult]:
+async def _gather_results(
+    coroutines: Sequence[Coroutine[Any, Any, VoteResult]],
+) -> list[VoteResult]:
     """Run the coroutines concurrently, and return all results.
 
     If a coroutine raises an error, all other coroutines are cancelled before the error is raised.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -46,5 +46,5 @@ def length(
 
 
 def _score_length(count: int, low: int, high: int | None, slack: int) -> float:
-    over = max(low - count, 0 if high is None else count - high, 0)
-    return max(0.0, 1.0 - over / slack) if slack else float(over == 0)
+    distance = max(low - count, 0 if high is None else count - high, 0)
+    return max(0.0, 1.0 - distance / slack) if slack else float(distance == 0)

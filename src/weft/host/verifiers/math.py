@@ -40,8 +40,8 @@ SECONDS = 2.0  # maximum processor time of one answer, in seconds
 ALLOWANCE = 4.0  # processor time shared by all answers of this process, in seconds
 REFILL = 0.05  # seconds added to the allowance for each answer
 START_SECONDS = 120.0  # time limit of importing the library
-MOST_SEARCHED_CHARACTERS = 100_000  # maximum length of a text that is searched for its answer
-MOST_COMMAS = 150  # maximum number of commas in a text's last `TAIL` characters
+MAX_SEARCHED_CHARACTERS = 100_000  # maximum length of a text that is searched for its answer
+MAX_COMMAS = 150  # maximum number of commas in a text's last `TAIL` characters
 TAIL = 300  # number of last characters that are searched for expressions that are too large
 # Expressions that take computer algebra too long: large powers of letters and brackets, towers of
 # powers, powers, factorials and binomials of large numbers, deep nesting.
@@ -73,9 +73,9 @@ def are_equal_by_algebra(reference: str, answer: str) -> bool:
 def _is_too_large(text: str) -> bool:
     tail = text[-TAIL:]
     return (
-        len(text) > MOST_SEARCHED_CHARACTERS
+        len(text) > MAX_SEARCHED_CHARACTERS
         or HUGE.search(tail) is not None
-        or tail.count(",") > MOST_COMMAS
+        or tail.count(",") > MAX_COMMAS
     )
 
 
@@ -147,10 +147,10 @@ class AlgebraProcess:
         return False, seconds
 
     def _start(self) -> Connection:
-        ours, theirs = multiprocessing.Pipe()
+        own_end, other_end = multiprocessing.Pipe()
         # An empty entry would mean the working directory
         path = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
+        with other_end:
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -159,24 +159,24 @@ class AlgebraProcess:
                     "ignore",
                     "-m",
                     f"{__package__}._survival",
-                    str(theirs.fileno()),
+                    str(other_end.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(other_end.fileno(),),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             )
-        self._close = weakref.finalize(self, _end, ours, process, os.getpid())
+        self._close = weakref.finalize(self, _end, own_end, process, os.getpid())
         ready = False
         with contextlib.suppress(EOFError, OSError):
-            ready = ours.poll(START_SECONDS) and ours.recv() == "ready"
+            ready = own_end.poll(START_SECONDS) and own_end.recv() == "ready"
         if not ready:
             self._stop()
             raise RunError(
                 "the process for `math_verify` did not start; see its error message above"
             )
-        self._connection = ours
+        self._connection = own_end
         self.process = process
-        return ours
+        return own_end
 
     def _stop(self) -> None:
         self._close()
@@ -197,8 +197,8 @@ BASE = re.compile(
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][A-Za-z ]+\}")
 EITHER = re.compile(r"\d\W*\sor\s\W*\d")  # 5 or 6
 SHORT = 200  # maximum number of characters of a text that can be an answer as a whole
-MOST_CHARACTERS = 2000  # maximum length of an answer that is compared as mathematics
-MOST_MEMBERS = 30  # maximum number of differently spelled members that are compared pairwise
+MAX_CHARACTERS = 2000  # maximum length of an answer that is compared as mathematics
+MAX_MEMBERS = 30  # maximum number of differently spelled members that are compared pairwise
 
 
 def are_equal(answer: str, reference: str) -> bool:
@@ -219,87 +219,94 @@ def are_equal(answer: str, reference: str) -> bool:
 def _are_tidy_equal(answer: str, reference: str) -> bool:
     tidy_answer = tidy(answer)
     tidy_reference = tidy(reference)
-    known = _compare_known(tidy_answer, tidy_reference)
-    if known is None:
+    verdict = _compare_by_rules(tidy_answer, tidy_reference)
+    if verdict is None:
         return are_equal_by_algebra(mark_formula(tidy_reference), mark_formula(tidy_answer))
-    return known
+    return verdict
 
 
-def _compare_known(one: str, other: str) -> bool | None:
+def _compare_by_rules(answer: str, reference: str) -> bool | None:
     """Return whether two answers are equal, or None if this is uncertain.
 
     The answers must be results of `_latex.tidy`. Computer algebra is not used on whole answers, but
     can be used on their parts, such as the members of two lists.
     """
     # Quantities, congruences and units
-    if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
-        return one == other
-    known = _compare_quantities(one, other)
-    if known is not None:
-        return known
-    known = compare_congruences(one, other, _are_tidy_equal)
-    if known is not None:
-        return known
-    units = measure(one), measure(other)
+    if not answer or not reference or max(len(answer), len(reference)) > MAX_CHARACTERS:
+        return answer == reference
+    verdict = _compare_quantities(answer, reference)
+    if verdict is not None:
+        return verdict
+    verdict = compare_congruences(answer, reference, _are_tidy_equal)
+    if verdict is not None:
+        return verdict
+    units = measure(answer), measure(reference)
     if None not in units and units[0] != units[1]:
         return False
     # Spelling, ratios, numbers and words
-    a = to_plain_form(one)
-    b = to_plain_form(other)
-    if are_spelled_alike(a, b):
+    plain_answer = to_plain_form(answer)
+    plain_reference = to_plain_form(reference)
+    if are_spelled_alike(plain_answer, plain_reference):
         return True
-    known = compare_ratios(a, b)
-    if known is not None:
-        return known
-    numbers = parse_exact(a), parse_exact(b)
+    verdict = compare_ratios(plain_answer, plain_reference)
+    if verdict is not None:
+        return verdict
+    numbers = parse_exact(plain_answer), parse_exact(plain_reference)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if BASE.fullmatch(a) or BASE.fullmatch(b):
+    if BASE.fullmatch(plain_answer) or BASE.fullmatch(plain_reference):
         return False  # different digits or bases
-    if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
+    if (
+        plain_answer.isalpha()
+        and plain_reference.isalpha()
+        and (TEXT.fullmatch(answer) or TEXT.fullmatch(reference))
+    ):
         return False  # different words
     # Sets, unions and lists
-    inside = extract_set(one)
-    other_inside = extract_set(other)
-    if inside is not None or other_inside is not None:
-        if _set_and_tuple(inside, other) or _set_and_tuple(other_inside, one):
+    members = extract_set(answer)
+    reference_members = extract_set(reference)
+    if members is not None or reference_members is not None:
+        if _is_set_and_tuple(members, reference) or _is_set_and_tuple(reference_members, answer):
             return False
-        return _compare_known(
-            one if inside is None else inside, other if other_inside is None else other_inside
+        return _compare_by_rules(
+            answer if members is None else members,
+            reference if reference_members is None else reference_members,
         )
-    parts = split_union(one)
-    others = split_union(other)
-    if parts and others:
-        return True if _have_same_members(parts, others) else None
-    if split_list(one) or split_list(other):
-        return _compare_lists(one, other)
+    answer_parts = split_union(answer)
+    reference_parts = split_union(reference)
+    if answer_parts and reference_parts:
+        return True if _have_same_members(answer_parts, reference_parts) else None
+    if split_list(answer) or split_list(reference):
+        return _compare_lists(answer, reference)
     # Named values, intervals and values of expressions
-    (name, one), (other_name, other) = split_name(one), split_name(other)
-    if (name is None) != (other_name is None) or (name is not None and name == other_name):
-        return _compare_known(one, other)
-    if name is not None and other_name is not None:
-        return False if name[0] == other_name[0] == "(" else None  # different letters
-    known = _compare_intervals(one, other)
-    return have_same_value(a, b) if known is None else known
+    (name, answer), (reference_name, reference) = split_name(answer), split_name(reference)
+    if (name is None) != (reference_name is None) or (name is not None and name == reference_name):
+        return _compare_by_rules(answer, reference)
+    if name is not None and reference_name is not None:
+        return False if name[0] == reference_name[0] == "(" else None  # different letters
+    verdict = _compare_intervals(answer, reference)
+    return have_same_value(plain_answer, plain_reference) if verdict is None else verdict
 
 
-def _set_and_tuple(inside: str | None, other: str) -> bool:
+def _is_set_and_tuple(members: str | None, other: str) -> bool:
     return (
-        inside is not None and split_list(inside) is not None and split_brackets(other) is not None
+        members is not None
+        and split_list(members) is not None
+        and split_brackets(other) is not None
     )
 
 
-def _compare_quantities(one: str, other: str) -> bool | None:
+def _compare_quantities(answer: str, reference: str) -> bool | None:
     """Return whether two answers are equal compound quantities, such as 3 hours 20 minutes.
 
     A compound quantity never equals a single number such as 3. Returns None if neither answer is a
     compound quantity, or if the comparison is undecided.
     """
-    quantities = parse_quantities(one), parse_quantities(other)
+    quantities = parse_quantities(answer), parse_quantities(reference)
     if quantities[0] is None and quantities[1] is None:
         return None
     if quantities[0] is None or quantities[1] is None:
-        if parse_exact(to_plain_form(other if quantities[1] is None else one)) is not None:
+        if parse_exact(to_plain_form(reference if quantities[1] is None else answer)) is not None:
             return False
         return None
     if [number for number, _ in quantities[0]] != [number for number, _ in quantities[1]]:
@@ -309,51 +316,53 @@ def _compare_quantities(one: str, other: str) -> bool | None:
     return None
 
 
-def _compare_intervals(one: str, other: str) -> bool | None:
+def _compare_intervals(answer: str, reference: str) -> bool | None:
     """Return whether two tuples or intervals are equal, or None for other answers.
 
     An inequality such as `x<5` is compared as the interval that it describes.
     """
-    conditions = parse_inequality(one), parse_inequality(other)
+    conditions = parse_inequality(answer), parse_inequality(reference)
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # different letters
-    parts, others = (
+    answer_parts, reference_parts = (
         condition[1] if condition else split_brackets(text)
-        for condition, text in zip(conditions, (one, other), strict=True)
+        for condition, text in zip(conditions, (answer, reference), strict=True)
     )
-    if parts and others:
-        return len(parts) == len(others) and all(
-            _are_tidy_equal(a, b) for a, b in zip(parts, others, strict=True)
+    if answer_parts and reference_parts:
+        return len(answer_parts) == len(reference_parts) and all(
+            _are_tidy_equal(*parts) for parts in zip(answer_parts, reference_parts, strict=True)
         )
     return None
 
 
-def _compare_lists(one: str, other: str) -> bool | None:
-    parts = split_list(one)
-    others = split_list(other)
-    if parts and others:
-        return _have_same_members(parts, others) if len(parts) == len(others) else None
-    text, single = (one, other) if parts else (other, one)
-    if split_brackets(single):
+def _compare_lists(answer: str, reference: str) -> bool | None:
+    members = split_list(answer)
+    reference_members = split_list(reference)
+    if members and reference_members:
+        if len(members) != len(reference_members):
+            return None
+        return _have_same_members(members, reference_members)
+    text, single_member = (answer, reference) if members else (reference, answer)
+    if split_brackets(single_member):
         return None if split_union(text) else False
-    number = parse_exact(to_plain_form(single))
+    number = parse_exact(to_plain_form(single_member))
     commas_are_points = number is not None and parse_exact(text.replace(",", ".")) == number  # 1,22
     return True if commas_are_points else None
 
 
-def _have_same_members(members: Sequence[str], other: Sequence[str]) -> bool:
+def _have_same_members(members: Sequence[str], other_members: Sequence[str]) -> bool:
     """Return whether two lists have the same members in any order."""
     unmatched = list(members)
-    remaining = list(other)
+    remaining = list(other_members)
     for member in members:
-        spelled = next(
+        index = next(
             (n for n, candidate in enumerate(remaining) if candidate.strip() == member.strip()),
             None,
         )
-        if spelled is not None:
+        if index is not None:
             unmatched.remove(member)
-            del remaining[spelled]
-    if len(unmatched) > MOST_MEMBERS:
+            del remaining[index]
+    if len(unmatched) > MAX_MEMBERS:
         return False
     for member in unmatched:
         match = next(
@@ -373,8 +382,8 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
     # Find the answer in the completion.
     get_engine().begin()
     expected = extract_boxed(reference) or reference
-    inside = extract_boxed(completion)
-    stated = inside if inside is not None or strict else extract_stated(completion)
+    boxed = extract_boxed(completion)
+    stated = boxed if boxed is not None or strict else extract_stated(completion)
     if stated == "" or (stated is None and strict):
         return False
     if stated is None and len(completion) <= SHORT:
@@ -382,10 +391,10 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
     else:
         answer = stated
     # Compare it with the reference; a verdict "different" is not final if there are several boxes.
-    several = max(count_boxes(reference), count_boxes(completion)) > 1
+    has_several_boxes = max(count_boxes(reference), count_boxes(completion)) > 1
     if answer is not None:
         if (
-            inside is None
+            boxed is None
             and stated is not None
             and answer.endswith("!")
             and _are_tidy_equal(answer[:-1], expected)
@@ -393,16 +402,22 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
             return True  # an exclamation mark, not a factorial
         tidy_answer = tidy(answer)
         tidy_reference = tidy(expected)
-        known = _compare_known(tidy_answer, tidy_reference)
-        if known is not None and (known or not several):
-            return known
+        verdict = _compare_by_rules(tidy_answer, tidy_reference)
+        if verdict is not None and (verdict or not has_several_boxes):
+            return verdict
         if are_equal_by_algebra(mark_formula(tidy_reference), mark_formula(tidy_answer)):
             return True
-        undecided = EITHER.search(answer) is not None and split_list(tidy_reference) is None
-        if inside is None and not several and (undecided or is_formula(tidy_answer)):
+        names_alternatives = (
+            EITHER.search(answer) is not None and split_list(tidy_reference) is None
+        )
+        if (
+            boxed is None
+            and not has_several_boxes
+            and (names_alternatives or is_formula(tidy_answer))
+        ):
             return False
     # Let computer algebra find the answer in the whole text.
-    text = completion if inside is None or several else rf"\boxed{{{inside}}}"
+    text = completion if boxed is None or has_several_boxes else rf"\boxed{{{boxed}}}"
     return are_equal_by_algebra(mark_formula(reference), text) or (
         not is_formula(reference) and are_equal_by_algebra(reference, text)
     )

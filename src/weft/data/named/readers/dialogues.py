@@ -169,10 +169,10 @@ def soda(
     for row in rows:
         speakers = list(row["speakers"])
         lines = list(row["dialogue"])
-        orderly = len(set(speakers)) == 2 and all(
+        are_alternating = len(set(speakers)) == 2 and all(
             speaker == speakers[i % 2] for i, speaker in enumerate(speakers)
         )
-        if not orderly or not lines or len(lines) % 2:
+        if not are_alternating or not lines or len(lines) % 2:
             use.skip("not two speakers in turn")
             continue
         lines[0] = f"{row['narrative']} You are {speakers[1]}. {lines[0]}"
@@ -222,12 +222,16 @@ def marked(
     )
 
 
-def _merge_dialogues(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
-    if least is None:
+def _merge_dialogues(dialogues: list[list[str]], min_length: int | None) -> list[list[str]]:
+    """Join consecutive dialogues until each has at least `min_length` characters.
+
+    The last one can be shorter. Returns the dialogues unchanged if `min_length` is None.
+    """
+    if min_length is None:
         return dialogues
     merged: list[list[str]] = []
     for turns in dialogues:
-        if merged and sum(map(len, merged[-1])) < least:
+        if merged and sum(map(len, merged[-1])) < min_length:
             merged[-1] += turns
         else:
             merged.append(list(turns))
@@ -288,22 +292,20 @@ def by_system(
     """
     chosen = list(rows)
     Random(seed).shuffle(chosen)
-    open_ones: dict[str, list[str]] = {}
+    unfinished: dict[str, list[str]] = {}  # turns by system message
     for row in chosen[:num_samples]:
         turns = [str(row[prompt] or ""), str(row[answer] or "")]
         if not all(turn.strip() for turn in turns):
             use.skip("an empty question or answer")
             continue
-        conversation = open_ones.setdefault(str(row[system] or ""), [])
+        head = str(row[system] or "")
+        conversation = unfinished.setdefault(head, [])
         conversation += turns
-        if len(str(row[system] or "")) + sum(map(len, conversation)) >= max_char_len:
-            yield _build_example(str(row[system] or ""), conversation)
-            del open_ones[str(row[system] or "")]
-    yield from (_build_example(head, conversation) for head, conversation in open_ones.items())
-
-
-def _build_example(head: str, turns: list[str]) -> Example:
-    return make_example(make_alternating_messages(turns, head))
+        if len(head) + sum(map(len, conversation)) >= max_char_len:
+            yield make_example(make_alternating_messages(conversation, head))
+            del unfinished[head]
+    for head, conversation in unfinished.items():
+        yield make_example(make_alternating_messages(conversation, head))
 
 
 def check_list(value: Any, column: str) -> Sequence[Any]:
@@ -313,7 +315,8 @@ def check_list(value: Any, column: str) -> Sequence[Any]:
     return value
 
 
-# States of trees whose first message is an accepted prompt; the first state: with released replies.
+# States of trees whose first message is an accepted prompt. Trees in the first state also have
+# released replies.
 PROMPT_TREE_STATES = ("ready_for_export", "prompt_lottery_waiting")
 
 

@@ -156,16 +156,17 @@ class PairReader:
         options = self.options
         appended = fill_template(options["input"], row, random) if "input" in options else ""
         low = appended.lower()
-        none = any(phrase in low for phrase in options.get("no_input", []))
-        if not appended or none or (options.get("input_once") and low in question.lower()):
+        is_none = any(phrase in low for phrase in options.get("no_input", []))
+        is_repeated = options.get("input_once") and low in question.lower()
+        if not appended or is_none or is_repeated:
             return question
         return question + random.choice(options.get("join", ["\n"])) + appended
 
 
 def _fill_conversations(
-    examples: list[Example], least: int, use: ReaderContext
+    examples: list[Example], min_length: int, use: ReaderContext
 ) -> Iterator[Example]:
-    """Shuffle the examples and join them into conversations of more than `least` characters.
+    """Shuffle the examples and join them into conversations of more than `min_length` characters.
 
     The last conversation can be shorter.
     """
@@ -173,7 +174,7 @@ def _fill_conversations(
     messages: list[Message] = []
     for example in examples:
         messages += [*example.context, *example.replies[:1]]
-        if sum(len(message["content"]) for message in messages) > least:
+        if sum(len(message["content"]) for message in messages) > min_length:
             yield make_example(messages)
             messages = []
     if messages:
@@ -385,19 +386,18 @@ def _build_examples(
     pairs: list[tuple[str, str, str, str]], use: ReaderContext, mix: float
 ) -> Iterator[Example]:
     exchanges = [_build_prompt(pair, use.make_random(index)) for index, pair in enumerate(pairs)]
-    for index, pair in enumerate(exchanges):
+    for index, exchange in enumerate(exchanges):
         random = use.make_random("before", index)
         first = index // RUN_LENGTH * RUN_LENGTH
         others = []
         for other in range(first, min(first + RUN_LENGTH, len(exchanges))):
             if other != index:
                 others.append(other)
+        previous: tuple[str, ...] = ()
         if others and random.random() < mix:
-            before: tuple[str, ...] = exchanges[random.choice(others)]
-        else:
-            before = ()
+            previous = exchanges[random.choice(others)]
         yield make_example(
-            make_alternating_messages([*before, *pair]), group=str(index // RUN_LENGTH)
+            make_alternating_messages([*previous, *exchange]), group=str(index // RUN_LENGTH)
         )
 
 

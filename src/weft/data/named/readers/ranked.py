@@ -71,12 +71,12 @@ def pairs(
                 make_assistant_message(fill_template(rejected, row, random)),
             ]
         else:
-            talks = [normalize_messages(better), normalize_messages(worse)]
-            context = talks[0][:-1]
-            replies = [talk[-1] for talk in talks]
+            conversations = [normalize_messages(better), normalize_messages(worse)]
+            context = conversations[0][:-1]
+            replies = [conversation[-1] for conversation in conversations]
             if not context and prompt:
                 context = [make_user_message(fill_template(prompt, row, random))]
-            if talks[1][:-1] not in ([], talks[0][:-1]):
+            if conversations[1][:-1] not in ([], conversations[0][:-1]):
                 use.skip("conversations that differ before the last turn")
                 continue
         yield from _build_comparison(context, replies, use)
@@ -116,13 +116,16 @@ def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
     Pairs of dialogues with different numbers of turns are left out.
     """
     for row in rows:
-        talks = [_split_turns(str(row[key])) for key in ("chosen", "rejected")]
-        if not all(talk and talk[-1]["role"] == "assistant" for talk in talks) or len(
-            talks[0]
-        ) != len(talks[1]):
+        conversations = [_split_turns(str(row[key])) for key in ("chosen", "rejected")]
+        if not all(
+            conversation and conversation[-1]["role"] == "assistant"
+            for conversation in conversations
+        ) or len(conversations[0]) != len(conversations[1]):
             use.skip("dialogues of different length, or without a reply")
         else:
-            yield from _build_comparison(talks[0][:-1], [talk[-1] for talk in talks], use)
+            yield from _build_comparison(
+                conversations[0][:-1], [conversation[-1] for conversation in conversations], use
+            )
 
 
 def _split_turns(text: str) -> list[Message]:
