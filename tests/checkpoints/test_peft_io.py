@@ -53,7 +53,7 @@ def save_both(network: Transformer, directory: Path, whole: bool = False) -> tup
         network.config,
         network.kind,
         base=str(directory / "base"),
-        whole=whole,
+        save_embeddings=whole,
     )
     return directory / "base", directory / "adapter"
 

@@ -387,7 +387,7 @@ def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
         lora.collect_scales(grown),
         config,
         base=str(base),
-        whole=True,
+        save_embeddings=True,
     )
     return logits(grown, torch.tensor([5, 6, config.vocab_size - 1]))
 
