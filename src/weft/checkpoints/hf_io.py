@@ -268,9 +268,9 @@ class ParameterReader:
         if self._prefix_reader and name in self._prefix_reader:
             return self._prefix_reader.read(name, where)
         if name not in self.keymap.keys or name in self.missing_names:
-            near = find_nearest(name, self.keymap.keys)
+            similar = find_nearest(name, self.keymap.keys)
             raise CheckpointError(
-                f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}"
+                f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(similar)}"
             )
         key = self.keymap.keys[name]
         shape = self.shapes[name]
@@ -280,10 +280,12 @@ class ParameterReader:
             part = self.files.read(self.to_stored_name(piece.hf), piece.source)
             part = part.T if key.transpose and part.dim() == 2 else part
             part = part[None] if piece.expert is not None else part
-            if part.shape == tuple(s.stop - s.start for s in where):
+            if part.shape == tuple(each.stop - each.start for each in where):
                 return part
             if parameter is None:
-                parameter = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
+                parameter = torch.empty(
+                    [each.stop - each.start for each in where], dtype=part.dtype
+                )
             # `piece.target` is relative to the whole parameter, `parameter` is only its slice.
             offsets = [each.start for each in where]
             target = tuple(
@@ -342,8 +344,8 @@ def _check_names(reader: ParameterReader) -> None:
 
 
 def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
+    remainder = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + remainder
 
 
 def load(
@@ -442,8 +444,8 @@ def compute_parameter_shapes(
     """Return the shape of every parameter, by canonical name, without allocating the parameters."""
     with torch.device("meta"):
         parameter_shapes: dict[str, tuple[int, ...]] = {}
-        for name, p in canonical_values(Transformer(config, head)).items():
-            parameter_shapes[name] = tuple(p.shape)
+        for name, values in canonical_values(Transformer(config, head)).items():
+            parameter_shapes[name] = tuple(values.shape)
         return parameter_shapes
 
 

@@ -143,8 +143,8 @@ def _remove_local_paths(files: Mapping[str, Path]) -> tuple[dict[str, str], list
             if isinstance(value, str) and "/" in value and not is_hub_name(value, Path()):
                 local.append(key)
         if local:
-            rest = {key: value for key, value in settings.items() if key not in local}
-            cleaned[name] = json.dumps(rest, indent=2, ensure_ascii=False) + "\n"
+            kept_settings = {key: value for key, value in settings.items() if key not in local}
+            cleaned[name] = json.dumps(kept_settings, indent=2, ensure_ascii=False) + "\n"
             notes.append(f"{name} is uploaded without {', '.join(local)}: a path of this machine")
     return cleaned, notes
 

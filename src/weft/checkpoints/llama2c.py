@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
     values = torch.from_numpy(np.frombuffer(raw, dtype="<f4", offset=header.start).copy())
     stored = {}
     for name, part in zip(
-        shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
+        shapes, values.split([math.prod(shape) for shape in shapes.values()]), strict=True
     ):
         stored[name] = part.reshape(shapes[name])
     return _build_config(header), _build_parameters(header, stored)
@@ -104,8 +104,8 @@ def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
         start,
     )
     is_plausible = all(
-        0 < n < 2**24
-        for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
+        0 < size < 2**24
+        for size in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
     )
     if not is_plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
         raise CheckpointError(f"{path} is not a llama2.c checkpoint: its header reads {header}")

@@ -128,9 +128,9 @@ def locate_model(name: str, query: ModelQuery | None = None) -> LocatedModel:
         path = path.parent
     if match["place"] and path.is_dir() and not is_model(path):
         return _find_in_run(name, path, step, role, query)
-    short = _find_short_run(str(path), query)
-    if short is not None and not _is_cached(name):
-        model = _find_in_run(name, short, step, role, query)
+    run = _find_short_run(str(path), query)
+    if run is not None and not _is_cached(name):
+        model = _find_in_run(name, run, step, role, query)
         return LocatedModel(
             model.path,
             f"{query.format_option(name)}: taken as a run, {model.path} (no model of this name is "
@@ -180,17 +180,17 @@ def is_model(folder: Path) -> bool:
 def suggest_path(typed_path: str, fileroot: str = RUNS) -> str:
     """Return a hint for a mistyped path: the most similar run, model or neighboring file."""
     path = Path(typed_path).expanduser()
-    short = "/".join(path.parts[-2:])
+    short_name = "/".join(path.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _list_runs(fileroot)}
-    close = difflib.get_close_matches(
-        short, [name for name in runs if name != typed_path], 1, MIN_SIMILARITY
+    similar_names = difflib.get_close_matches(
+        short_name, [name for name in runs if name != typed_path], 1, MIN_SIMILARITY
     )
     contained_runs = []
     for run in runs.values():
         if typed_path.rstrip("/") in (str(run.parent), run.parent.name):
             contained_runs.append(run)
-    if contained_runs or close:
-        return f"did you mean the run {(contained_runs or [runs[close[0]]])[0]}?"
+    if contained_runs or similar_names:
+        return f"did you mean the run {(contained_runs or [runs[similar_names[0]]])[0]}?"
     if path.is_dir():
         models = sorted(child for child in path.iterdir() if is_model(child))
     else:

@@ -290,7 +290,7 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
             re.compile(pattern)
     numbers = {
         "lora_alpha": settings.get("lora_alpha"),
-        **{f"alpha_pattern of {k}": v for k, v in patterns.items()},
+        **{f"alpha_pattern of {pattern}": alpha for pattern, alpha in patterns.items()},
     }
     for name, value in numbers.items():
         if (
@@ -437,7 +437,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     # Attach adapters with the ranks of the file, then copy the values.
     attach_ranks(
         network,
-        {n: _find_rank(n, parts) for n, parts in parts_by_layer.items()},
+        {layer: _find_rank(layer, parts) for layer, parts in parts_by_layer.items()},
         settings.get("lora_dropout") or 0.0,
     )
     attached = find_adapters(network)
@@ -492,11 +492,11 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
     for name in names:
         if not name.endswith(_find_output_names(network.config)):
             embedding.append(name)
-    first = files.read(names[0])
+    first_values = files.read(names[0])
     if (
         len(embedding) == 1
         and len(names) > 1
-        and all(torch.equal(files.read(name), first) for name in names[1:])
+        and all(torch.equal(files.read(name), first_values) for name in names[1:])
     ):
         return
     raise CheckpointError(
@@ -520,9 +520,10 @@ def _compute_scale(settings: Mapping[str, Any], module: str, rank: int) -> float
 
 
 def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
-    """Return (rank, scale) of a layer's adapter, whose matrices `parts` maps from tensor names.
+    """Return (rank, scale) of the adapter of a layer.
 
-    Raises `CheckpointError` if the experts of the layer differ in rank or scale.
+    `parts` maps the names of the layer's tensors, several for experts, to (A, B, scale). Raises
+    `CheckpointError` if they differ in rank or scale.
     """
     pairs = {(a.shape[0], scale) for a, _, scale in parts.values()}
     if len(pairs) > 1:

@@ -76,7 +76,7 @@ class StoredTensor:
         Raises `CheckpointError` if the file is shorter than expected.
         """
         where = build_whole_slice(self.shape) if where is None else where
-        shape = [s.stop - s.start for s in where]
+        shape = [each.stop - each.start for each in where]
         result = torch.empty(math.prod(shape), dtype=self.dtype)
         if not len(result):
             return result.reshape(shape)
@@ -160,10 +160,10 @@ class WeightFiles:
         for name in names:
             dtype = self.get_dtype(name)
             if not dtype.is_floating_point:
-                kind = str(dtype).removeprefix("torch.")
+                dtype_name = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
-                    f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized "
-                    f"weights"
+                    f"{self.directory}: {name} is {dtype_name}, and weights are floats; use "
+                    "unquantized weights"
                 )
 
     def find_not_finite(self) -> str | None:
@@ -216,9 +216,9 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
         length = (where[split].stop - where[split].start) * strides[split]
     else:
         length = 1
-    first = where[split].start * strides[split] if shape else 0
+    first_element = where[split].start * strides[split] if shape else 0
     for outer in itertools.product(*(range(s.start, s.stop) for s in where[:split])):
-        offset = first + sum(i * strides[dim] for dim, i in enumerate(outer))
+        offset = first_element + sum(i * strides[dim] for dim, i in enumerate(outer))
         yield stored.start + offset * size, length * size
 
 
@@ -547,7 +547,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with replace_file(file) as partial:
             save_file(
-                {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
                 partial,
                 {"format": "pt"},
             )

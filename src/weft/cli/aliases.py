@@ -87,13 +87,13 @@ class OverrideTranslation:
         If several spellings set the same option, the one with the highest position is used. Raises
         `ConfigError` if two spellings with the same position set the option.
         """
-        before = self.user_spellings.setdefault(target, override.name)
-        if before != override.name:
-            older = self.positions.get(before, 0)
+        previous = self.user_spellings.setdefault(target, override.name)
+        if previous != override.name:
+            older = self.positions.get(previous, 0)
             newer = self.positions.get(override.name, 0)
             if older == newer:
                 raise ConfigError(
-                    f"{before} and {override.name} are the same option, {target}; set one of them"
+                    f"{previous} and {override.name} are the same option, {target}; set one of them"
                 )
             if older > newer:
                 return
@@ -139,13 +139,13 @@ def _read_foreign(table: str) -> Mapping[str, Any]:
 
 
 def _merge_tables(
-    own: Mapping[str, Value], foreign: Mapping[str, Mapping[str, Value]]
+    table: Mapping[str, Value], insertions: Mapping[str, Mapping[str, Value]]
 ) -> dict[str, Value]:
-    """Return `own` with the entries of `foreign[name]` inserted after each entry `name`."""
+    """Return `table` with the entries of `insertions[name]` inserted after each entry `name`."""
     merged: dict[str, Value] = {}
-    for name, value in own.items():
+    for name, value in table.items():
         merged[name] = value
-        merged |= foreign.get(name, {})
+        merged |= insertions.get(name, {})
     return merged
 
 
@@ -233,13 +233,13 @@ def is_spelling(name: str, config: RunConfig) -> bool:
         config, frozenset(leaf.name for leaf in iterate_options(config))
     )
     if name in collect_translators() or any(
-        known == name or known.startswith(f"{name}.") for known in translation.known_options
+        option == name or option.startswith(f"{name}.") for option in translation.known_options
     ):
         return True
-    inside = any(
-        name.startswith(f"{known}.") for known in translation.known_options
+    is_mapping_key = any(
+        name.startswith(f"{option}.") for option in translation.known_options
     )  # a key of a mapping
-    return inside or name.startswith("optimizer.") or bool(_find_targets(name, translation))
+    return is_mapping_key or name.startswith("optimizer.") or bool(_find_targets(name, translation))
 
 
 def _check_node(name: str, config: RunConfig) -> None:
@@ -247,8 +247,8 @@ def _check_node(name: str, config: RunConfig) -> None:
 
     Host functions are graph nodes that run plain Python code instead of calling a model.
     """
-    node, _, last = name.partition(".")
-    if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
+    node, _, option = name.partition(".")
+    if node in config.host_nodes and (option in CALL_OPTIONS or option == "hooks"):
         raise ConfigError(
             f"{name}: {node!r} is a host function; only model calls have "
             f"{', '.join(CALL_OPTIONS)}. Leave it out, or change the node in code: "
@@ -256,13 +256,17 @@ def _check_node(name: str, config: RunConfig) -> None:
         )
 
 
-def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
+def _split_group(override: Override, known_options: frozenset[str]) -> Iterable[Override]:
     """Split an override such as `group={a: 1, b: 2}` into `group.a=1` and `group.b=2`.
 
-    `known` are the names of weft's options. The override is returned unchanged if its name is one
-    of them, if its value is empty, or if its value is not a mapping.
+    `known_options` are the names of weft's options. The override is returned unchanged if its name
+    is one of them, if its value is empty, or if its value is not a mapping.
     """
-    if isinstance(override.value, Mapping) and override.value and override.name not in known:
+    if (
+        isinstance(override.value, Mapping)
+        and override.value
+        and override.name not in known_options
+    ):
         return flatten(override.value, f"{override.name}.")
     return [override]
 
@@ -275,11 +279,11 @@ def _find_targets(name: str, translation: OverrideTranslation) -> list[str]:
     config = translation.config
     if name in translation.known_options:
         return []
-    group, _, last = name.rpartition(".")
-    if last in config.spellings and group in ("", config.algorithm):
-        return [config.spellings[last]]
-    if f"{group}.gen.{last}" in translation.known_options:
-        return [f"{group}.gen.{last}"]
+    group, _, short_name = name.rpartition(".")
+    if short_name in config.spellings and group in ("", config.algorithm):
+        return [config.spellings[short_name]]
+    if f"{group}.gen.{short_name}" in translation.known_options:
+        return [f"{group}.gen.{short_name}"]
     for spelling, option in _read_foreign("MODEL_SPELLINGS").items():
         if (
             name.endswith(f".{spelling}")
@@ -291,8 +295,8 @@ def _find_targets(name: str, translation: OverrideTranslation) -> list[str]:
     target = collect_renamed().get(name, "")
     if "{model}" in target:
         return [target.replace("{model}", role) for role in translation.trained_roles]
-    named = target.replace("{first}", config.main_role).replace("{gen}", config.generation)
-    return [named] if named in translation.known_options else []
+    option = target.replace("{first}", config.main_role).replace("{gen}", config.generation)
+    return [option] if option in translation.known_options else []
 
 
 def _map_to_trained_role(config: RunConfig, option: str) -> str:
@@ -328,7 +332,7 @@ def _translate_batch(
         return  # included when per_device_train_batch_size is translated
     product = 1
     for name, factor in (
-        *((n, values.get(n, 1)) for n in BATCH_SPELLINGS),
+        *((spelling, values.get(spelling, 1)) for spelling in BATCH_SPELLINGS),
         ("data_parallel_size", count_data_ranks(translation, values)),
     ):
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
@@ -380,8 +384,8 @@ def _translate_warmup(
     A fraction such as 0.1 sets `warmup_steps_proportion` instead.
     """
     value = values[override.name]
-    share = isinstance(value, float) and 0 < value < 1
-    name = "warmup_steps_proportion" if share else "warmup_steps"
+    is_proportion = isinstance(value, float) and 0 < value < 1
+    name = "warmup_steps_proportion" if is_proportion else "warmup_steps"
     translation.add_assignments(
         [f"{role}.optimizer.{name}" for role in translation.trained_roles], override, override.value
     )

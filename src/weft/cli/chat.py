@@ -340,9 +340,9 @@ class SideBySide:
         A line that begins with `/a` or `/b` addresses one model. Other lines address both.
         """
         for index, label in enumerate(LABELS):
-            name, _, rest = line.strip().partition(" ")
-            if name == f"/{label.lower()}" and rest.strip():
-                return [index], rest.strip()
+            first_word, _, message = line.strip().partition(" ")
+            if first_word == f"/{label.lower()}" and message.strip():
+                return [index], message.strip()
         return [0, 1], line
 
     def _answer_line(self, indices: Sequence[int], line: str) -> bool:

@@ -154,10 +154,10 @@ def _list_quickstart_names(words: Sequence[str]) -> list[str]:
 
     User code is not executed, only searched for calls of `register_quickstart`.
     """
-    named = []
+    user_names = []
     for file in _find_user_files(words):
-        named.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
-    return sorted({*registry.quickstarts.list_names(), *named})
+        user_names.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
+    return sorted({*registry.quickstarts.list_names(), *user_names})
 
 
 def _find_user_files(words: Sequence[str]) -> list[Path]:
@@ -236,7 +236,7 @@ def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[
     )
     if leaf is None:
         return
-    last = option.rsplit(".", 1)[-1]
+    last_part = option.rsplit(".", 1)[-1]
     suggestions: list[Word] = []
     if "|" in leaf.type:
         suggestions = [(value, "") for value in leaf.type.split("|")]
@@ -248,12 +248,12 @@ def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[
         from weft.data.named.catalogue import list_names
 
         suggestions = [(value, "") for value in list_names()]
-    elif last in VALUE_SOURCES:
-        suggestions = [(value, "") for value in VALUE_SOURCES[last]()]
+    elif last_part in VALUE_SOURCES:
+        suggestions = [(value, "") for value in VALUE_SOURCES[last_part]()]
         if option == "allocation_mode":  # or a plan file
             suggestions += list_paths(partial)
-    elif last in PATH_OPTIONS:
-        is_model = last in MODEL_OPTIONS and not option.startswith("dataset.")
+    elif last_part in PATH_OPTIONS:
+        is_model = last_part in MODEL_OPTIONS and not option.startswith("dataset.")
         suggestions = list(list_runs_and_paths(partial) if is_model else list_paths(partial))
     yield from ((f"{option}={value}", description) for value, description in suggestions)
 
@@ -319,14 +319,14 @@ def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
 
     If the preceding `words` of the command name an experiment, only its trials are yielded.
     """
-    named = []
+    experiments = []
     for previous, word in pairwise(words):
         if previous in EXPERIMENT_FLAGS:
-            named.append(word)
+            experiments.append(word)
     for run in find_runs(Path(RUNS_FOLDER)):
         if flag in EXPERIMENT_FLAGS:
             yield run.parent.name, ""
-        elif not named or run.parent.name == named[-1]:
+        elif not experiments or run.parent.name == experiments[-1]:
             yield run.name, ""
 
 
@@ -352,8 +352,8 @@ def _parse_subcommands(text: str) -> list[str]:
     """Return the subcommands that a help text lists under `positional arguments`."""
     if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
         return []
-    part = text.split("positional arguments:")[1].split("\noptions:")[0]
-    return [name for _, name in SUBCOMMAND_LINE.findall(part) if name]
+    listing = text.split("positional arguments:")[1].split("\noptions:")[0]
+    return [name for _, name in SUBCOMMAND_LINE.findall(listing) if name]
 
 
 def _list_flags(names: Iterable[str]) -> Iterator[Word]:

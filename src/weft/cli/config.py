@@ -145,18 +145,18 @@ def list_sections(arguments: argparse.Namespace) -> Iterator[str]:
         for section in sections
         if (purpose := _describe_recipe(section)) is not None
     }
-    rest = [section for section in sections if section.name not in recipes]
+    other_sections = [section for section in sections if section.name not in recipes]
     if recipes:
         yield (
-            "recipes: complete runs on real models "
-            "(weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+            "recipes: complete runs on real models (weft quickstart ALGORITHM --config "
+            "recipes/NAME.yaml)"
         )
         width = max(map(len, recipes))
         yield from (f"  {name:{width}}  {purpose}" for name, purpose in sorted(recipes.items()))
-    if recipes and rest:
+    if recipes and other_sections:
         yield ""
         yield "sections: named groups of settings (weft quickstart ALGORITHM --configs NAME NAME)"
-    yield from _format_sections(rest)
+    yield from _format_sections(other_sections)
     yield from (f"cannot be used: {problem}" for problem in dict.fromkeys(problems))
     if not sections:
         raise ConfigError(f"weft config ls {arguments.part}: no section's name contains this")
@@ -168,8 +168,8 @@ def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     place_width = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
-        more = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
-        shown = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{more}"
+        remainder = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
+        shown = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
         yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {shown}"
 
 
@@ -180,13 +180,13 @@ def _describe_recipe(section: ConfigSection) -> str | None:
     """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
-    rows = find_shipped_file(section.file).read_text(encoding="utf-8").splitlines()
-    head = [
-        row.lstrip("# ").rstrip()
-        for row in itertools.takewhile(lambda row: row.startswith("#"), rows)
+    lines = find_shipped_file(section.file).read_text(encoding="utf-8").splitlines()
+    comments = [
+        line.lstrip("# ").rstrip()
+        for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
     ]
-    gpu = next((row.partition(": ")[2] for row in head if row.startswith("GPU: ")), "")
-    return f"{head[0].rstrip('.')}; {gpu}" if gpu else head[0]
+    gpu = next((line.partition(": ")[2] for line in comments if line.startswith("GPU: ")), "")
+    return f"{comments[0].rstrip('.')}; {gpu}" if gpu else comments[0]
 
 
 def show_stack(arguments: argparse.Namespace) -> Iterator[str]:
@@ -224,29 +224,29 @@ def _read_section_text(section: ConfigSection) -> str:
     import yaml
 
     file = find_shipped_file(section.file) if section.shipped else Path(section.file)
-    rows = file.read_text(encoding="utf-8").splitlines()
-    if section.foreign or section.name not in _find_top_keys(rows):
-        return "\n".join(rows) + "\n"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if section.foreign or section.name not in _find_top_keys(lines):
+        return "\n".join(lines) + "\n"
     start = section.line - 1
     end = next(
-        (index for index in range(start + 1, len(rows)) if re.match(r"[^\s#]", rows[index])),
-        len(rows),
+        (index for index in range(start + 1, len(lines)) if re.match(r"[^\s#]", lines[index])),
+        len(lines),
     )
-    while end > start + 1 and (not rows[end - 1].strip() or rows[end - 1].startswith("#")):
+    while end > start + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
         end -= 1
-    text = "\n".join(rows[start:end]) + "\n"
+    text = "\n".join(lines[start:end]) + "\n"
     try:
-        alone = yaml.safe_load(text)
+        parsed = yaml.safe_load(text)
     except yaml.YAMLError:  # the section has an alias of an anchor elsewhere in its file
-        alone = None
-    if isinstance(alone, dict) and section.name in alone:
+        parsed = None
+    if isinstance(parsed, dict) and section.name in parsed:
         return text
     return yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
 
 
-def _find_top_keys(rows: Sequence[str]) -> set[str]:
+def _find_top_keys(lines: Sequence[str]) -> set[str]:
     """Return the top-level keys of a YAML file, given its lines."""
-    matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
+    matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", line) for line in lines)
     return {match[2].strip() for match in matches if match}
 
 
@@ -262,15 +262,15 @@ def validate_given(arguments: argparse.Namespace) -> Iterator[str]:
     names: list[str] = []
     # Check files and folders one by one, and collect the names of sections.
     for word in (word for word in arguments.words if "=" not in word):
-        place = Path(word)
-        if place.is_file() or place.is_dir():
-            if place.is_file():
-                files = [place]
+        path = Path(word)
+        if path.is_file() or path.is_dir():
+            if path.is_file():
+                files = [path]
             else:
-                files = list_yaml_files(place, f"weft config validate {word}")
+                files = list_yaml_files(path, f"weft config validate {word}")
             for file in files:
                 yield from _check_file(file, arguments, problems)
-        elif place.suffix in SUFFIXES or "/" in word:
+        elif path.suffix in SUFFIXES or "/" in word:
             raise ConfigError(f"weft config validate {word}: there is no such file")
         else:
             names += split_names([word])
@@ -329,9 +329,9 @@ def _find_problem(
     likeliest and its error are returned. If `quickstart` is not None, only this one is tried. The
     message is empty if the options are valid.
     """
-    first = quickstart or guess_quickstart([library.get(name) for name in names])
+    likeliest = quickstart or guess_quickstart([library.get(name) for name in names])
     problem = ""
-    for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
+    for name in (likeliest,) if quickstart else dict.fromkeys((likeliest, *QUICKSTARTS)):
         try:
             _read_checked_stack(names, library, name, assignments)
         except ConfigError as error:
@@ -340,7 +340,7 @@ def _find_problem(
                 return name, str(error)
         else:
             return name, ""
-    return first, problem
+    return likeliest, problem
 
 
 def _read_checked_stack(
@@ -406,8 +406,8 @@ def _check_named_objects(config: RunConfig) -> None:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(f"eval_suite.include_path=[{folder}]: there is no such folder")
     reward = getattr(config, "reward", None)
-    for part in parse_reward(reward) if reward is not None else ():
-        locate(part)
+    for function in parse_reward(reward) if reward is not None else ():
+        locate(function)
 
 
 def _check_call(name: str, call: MFCOptions) -> None:
@@ -417,11 +417,11 @@ def _check_call(name: str, call: MFCOptions) -> None:
             f"{name}.interface",
             build_unknown_name_error("interface", call.interface, registry.interfaces.list_names()),
         )
-    for kind in ("pre_hooks", "post_hooks"):
-        for hook in parse_hooks(getattr(call, kind)):
+    for group in ("pre_hooks", "post_hooks"):
+        for hook in parse_hooks(getattr(call, group)):
             if isinstance(hook, Call) and hook.function not in registry.functions:
                 raise qualify_error(
-                    f"{name}.{kind}",
+                    f"{name}.{group}",
                     build_unknown_name_error(
                         "host function", hook.function, registry.functions.list_names()
                     ),

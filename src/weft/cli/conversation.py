@@ -128,8 +128,8 @@ class Conversation:
         elif line.strip() in QUIT_WORDS:
             return self._run_command(line.strip().removeprefix("!"), "")
         elif line.startswith("/") and not line.startswith("//"):
-            name, _, rest = line[1:].strip().partition(" ")
-            return self._run_command(name, rest.strip())
+            name, _, argument = line[1:].strip().partition(" ")
+            return self._run_command(name, argument.strip())
         else:
             self.answer_message(line[1:] if line.startswith("//") else line)
         return True
@@ -139,12 +139,12 @@ class Conversation:
 
         If answering raises `UserError`, the message is removed.
         """
-        before = list(self.messages)
+        earlier_messages = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             self._answer_last_message()
         except UserError:
-            self.messages = before
+            self.messages = earlier_messages
             raise
 
     def continue_answer(self) -> None:
@@ -176,16 +176,16 @@ class Conversation:
 
     # -- commands
 
-    def _run_command(self, name: str, rest: str) -> bool:
+    def _run_command(self, name: str, argument: str) -> bool:
         if name in ("quit", "exit"):
             return False
         commands: dict[str, Callable[[], None]] = {
             "help": lambda: self.view.show_note(HELP),
             "retry": self.retry_answer,
             "reset": self._reset,
-            "system": lambda: self._set_system(rest),
-            "set": lambda: self._change_setting(rest),
-            "save": lambda: self._save(rest),
+            "system": lambda: self._set_system(argument),
+            "set": lambda: self._change_setting(argument),
+            "save": lambda: self._save(argument),
         }
         if name not in commands:
             similar = find_nearest(name, [*commands, "quit"])
@@ -211,8 +211,8 @@ class Conversation:
             self.system = None if text == "off" else text
         self.view.show_note(f"system prompt: {self.system}" if self.system else "no system prompt")
 
-    def _change_setting(self, rest: str) -> None:
-        name, _, value = rest.replace("=", " ").partition(" ")
+    def _change_setting(self, argument: str) -> None:
+        name, _, value = argument.replace("=", " ").partition(" ")
         if name:
             if name not in SETTINGS:
                 raise build_unknown_name_error("setting", name, SETTINGS)
@@ -248,8 +248,8 @@ class Conversation:
     # -- answers
 
     def _build_messages(self, start: int = 0) -> list[dict[str, str]]:
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.messages[start:]]
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system_messages, *self.messages[start:]]
 
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
@@ -257,7 +257,7 @@ class Conversation:
         Part of the model's context is reserved for the answer: the maximum length of an answer, or
         a quarter of the context if that is less.
         """
-        start = first = 0 if self.history else len(self.messages) - 1
+        start = oldest_start = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
         if self.context is None:
             return prompt
@@ -267,7 +267,7 @@ class Conversation:
             prompt = self.tokenizer.encode_chat(
                 self._build_messages(start), add_generation_prompt=True
             )
-        if start > first:
+        if start > oldest_start:
             self.view.show_note(
                 f"the model takes {self.context} tokens: it does not see the oldest {start} "
                 f"messages any more"
@@ -394,27 +394,27 @@ class StreamWrapper:
         self._has_output = False
 
     def feed(self, text: str) -> str:
-        out = ""
+        printable = ""
         for character in text.replace("\t", "    "):
             if character == "\n":
-                out += self.flush() + "\n" + " " * self.indent
+                printable += self.flush() + "\n" + " " * self.indent
                 self.column = self.indent
             elif character == " ":
-                out += self._place_word()
+                printable += self._place_word()
                 self._gap += " " if self._has_output else ""
             elif is_printable(character):
                 is_wide = cell_len(character) > 1  # CJK text has no spaces and can break anywhere
-                out += self._place_word() if is_wide else ""
+                printable += self._place_word() if is_wide else ""
                 self._word += character
                 if is_wide or self.indent + cell_len(self._word) >= self.width:
-                    out += self._place_word()
-        return out
+                    printable += self._place_word()
+        return printable
 
     def flush(self) -> str:
         """Return the incomplete word that has been held back."""
-        out = self._place_word()
+        printable = self._place_word()
         self._gap = ""
-        return out
+        return printable
 
     def _place_word(self) -> str:
         word = self._word

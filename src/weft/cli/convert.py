@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="weft convert", description=__doc__)
     parser.set_defaults(complete=None)  # fills in arguments that depend on others
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    subcommands = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     # One subcommand per conversion.
-    llama = kinds.add_parser(
+    llama = subcommands.add_parser(
         "llama2c", help="convert a llama2.c checkpoint and its vocabulary to a Llama directory"
     )
     llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         "--output", required=True, type=Path, help="directory to write; must not exist or be empty"
     )
     llama.set_defaults(run=_convert_llama2c)
-    merge = kinds.add_parser(
+    merge = subcommands.add_parser(
         "merge", help="add an adapter in PEFT's layout to the weights of its base model"
     )
     merge.add_argument(
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         help="dtype to write (default: that of the base model)",
     )
     merge.set_defaults(run=_merge)
-    stages = kinds.add_parser(
+    stages = subcommands.add_parser(
         "partition", help="write a model with one weight file per pipeline stage"
     )
     stages.add_argument("--model_dir", required=True, help="model directory, run or hub name")
@@ -84,11 +84,11 @@ def main(argv: Sequence[str]) -> int:
         help="directory to write; must not exist or be empty",
     )
     stages.set_defaults(run=_partition)
-    _add_gguf(kinds)
+    _add_gguf(subcommands)
     for name in dialects.CONVERSIONS:
         dialect = dialects.load(name) if argv[:1] == [name] else dialects.find(name)
         if dialect is not None:
-            dialect.add_command(kinds)
+            dialect.add_command(subcommands)
     # Refuse a full output directory before any model is read.
     arguments = parser.parse_args(argv)
     if arguments.complete is not None:
@@ -100,9 +100,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_gguf(kinds: Any) -> None:
-    """Add the parser of `weft convert gguf` to the subcommands `kinds`."""
-    export = kinds.add_parser("gguf", help="export a language model to llama.cpp's format")
+def _add_gguf(subcommands: Any) -> None:
+    """Add the parser of `weft convert gguf` to the subcommands `subcommands`."""
+    export = subcommands.add_parser("gguf", help="export a language model to llama.cpp's format")
     export.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     export.add_argument(
         "--output", required=True, type=Path, help="file to write, such as model.gguf"
@@ -126,7 +126,7 @@ def _add_gguf(kinds: Any) -> None:
 
 
 def _check_empty(output: Path) -> None:
-    """Create the parent of `output`, and raise `ConfigError` if `output` has any content."""
+    """Create the parent of `output`; raise `ConfigError` if `output` is a file or has content."""
     make_folder(output.parent, f"--output {output}", ConfigError)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(

@@ -126,9 +126,12 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
 
         def _send_answer(self, answer: DashboardAnswer) -> None:
             body = answer.body.encode("utf-8", errors="replace")
-            kind = "text/html" if answer.status == 200 else "text/plain"
+            content_type = "text/html" if answer.status == 200 else "text/plain"
             self.send_response(answer.status)
-            for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            for name, value in {
+                **HEADERS,
+                "Content-Type": f"{content_type}; charset=utf-8",
+            }.items():
                 self.send_header(name, value)
             if answer.tag:
                 self.send_header("ETag", answer.tag)

@@ -195,13 +195,13 @@ def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> 
         if all(isinstance(source, Mapping) and source.get("type") for source in sources):
             return str(sources[0]["type"])
         raise ConfigError("the dataset type is unknown: set --type")
-    place, row = next(read_rows(find_files(path)[0]))
+    location, row = next(read_rows(find_files(path)[0]))
     if not isinstance(row, UnreadableRow) and is_tree(row):
         return MODE_TYPES[mode]
     if not isinstance(row, UnreadableRow) and is_tree_message(row):
         raise ConfigError(
-            f"{place}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect --datasets "
-            "oasst_export data_path=FILE"
+            f"{location}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect "
+            "--datasets oasst_export data_path=FILE"
         )
     type_name = None if isinstance(row, UnreadableRow) else guess_type(row)
     if type_name is None:
@@ -210,7 +210,7 @@ def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> 
         else:
             reason = f"it has {', '.join(row) or 'no keys'}"
         raise ConfigError(
-            f"{place}: this row fits no dataset type ({reason}); set --type to one of "
+            f"{location}: this row fits no dataset type ({reason}); set --type to one of "
             f"{', '.join(datasets.list_names())}"
         )
     return type_name
@@ -231,8 +231,8 @@ def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
 
     Raises `CheckpointError` if there is no such model.
     """
-    place = Path(str(spec.path)).expanduser()
-    if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
+    path = Path(str(spec.path)).expanduser()
+    if path.is_file() or any((path / name).is_file() for name in TOKENIZERS):
         return spec
     return replace(spec, path=find_model(str(spec.path), ModelQuery("--tokenizer")).path)
 
@@ -284,16 +284,16 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
     else:
         tokenizer = _load_tokenizer(config)
     # Read the skipped rows, too, so that each row has the same number in every call.
-    wanted = arguments.skip + arguments.n
+    num_rows = arguments.skip + arguments.n
     data = load_data(
         spec,
         dataset_type,
         tokenizer,
         seed=config.seed,
-        most=None if _needs_all_rows(spec) else max(wanted, 1),
+        most=None if _needs_all_rows(spec) else max(num_rows, 1),
     )
     console = _build_console(arguments)
-    for number in range(wanted):
+    for number in range(num_rows):
         batch = data.train.next_batch()
         if number >= arguments.skip:
             for sample in batch.unpack():
@@ -312,7 +312,9 @@ def _needs_all_rows(spec: DatasetSpec) -> bool:
     """
     sources = list_source_specs(spec)
     needs_all = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
-    return needs_all or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
+    return needs_all or any(
+        source.valid_split or source.fraction or source.size or source.weight for source in sources
+    )
 
 
 # -- counts
@@ -447,24 +449,26 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
         for file in find_files(path):
             for located_row in read_rows(file):
                 located_rows.append(located_row)
-        rows = [(str(place), row) for place, row in located_rows]
+        rows = [(str(location), row) for location, row in located_rows]
         findings = scan_rows(rows, phrases)
-        where = "" if title == path else f" of {path}"
-        console.print(f"{title}: {findings.rows:,} rows{where}", style="bold", markup=False)
+        suffix = "" if title == path else f" of {path}"
+        console.print(f"{title}: {findings.rows:,} rows{suffix}", style="bold", markup=False)
         phrases_found = sorted(findings.phrases.items(), key=lambda item: -len(item[1]))
-        _print_finding(console, "phrases", sum(len(places) for _, places in phrases_found), [])
-        for phrase, places in phrases_found:
+        _print_finding(
+            console, "phrases", sum(len(locations) for _, locations in phrases_found), []
+        )
+        for phrase, locations in phrases_found:
             _print_finding(
                 console,
                 f"  {phrase!r}",
-                len(places),
-                [f"{place}: {context}" for place, context in places],
+                len(locations),
+                [f"{location}: {context}" for location, context in locations],
             )
         _print_finding(
             console,
             "repeated rows",
-            sum(len(p) - 1 for p in findings.duplicates),
-            [" = ".join(p[:4]) for p in findings.duplicates],
+            sum(len(locations_of_row) - 1 for locations_of_row in findings.duplicates),
+            [" = ".join(locations_of_row[:4]) for locations_of_row in findings.duplicates],
         )
         _print_finding(console, "rows with an empty answer", len(findings.empty), findings.empty)
         _print_finding(console, "unreadable rows", len(findings.unreadable), findings.unreadable)

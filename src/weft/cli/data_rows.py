@@ -28,17 +28,17 @@ def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Tex
         masks = sample.sequences("loss_mask")
     else:
         masks = None
-    for k, completion in enumerate(sample.sequences("completion")):
+    for index, completion in enumerate(sample.sequences("completion")):
         ids = completion.tolist()
         if masks is None:
             mask = [True] * len(ids)
         else:
-            mask = [bool(on) for on in masks[k].tolist()]
+            mask = [bool(is_trained) for is_trained in masks[index].tolist()]
         facts = []
         for key in ("rank", "comparison", "margin", "label"):
             if key in sample.keys:
-                facts.append(f"{key} {sample.sequences(key)[k].item():g}")
-        title = f"completion {k + 1}, {_format_token_count(ids)}, {sum(mask)} trained"
+                facts.append(f"{key} {sample.sequences(key)[index].item():g}")
+        title = f"completion {index + 1}, {_format_token_count(ids)}, {sum(mask)} trained"
         text.append(f"{', '.join([title, *facts])}\n", style="cyan")
         text.append(_format_tokens(tokenizer, prompt, ids, mask, lines))
     return text

@@ -173,15 +173,17 @@ def build_preference_rows(
     generator = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
-    for p in problems:
+    for problem in problems:
         for _ in range(times):
-            answers.append((p.prompt, change_digit(p.answer, generator)))
+            answers.append((problem.prompt, change_digit(problem.answer, generator)))
     mistakes = dict.fromkeys(
         (prompt, answer) for prompt, answer in answers if answer and not is_correct(prompt, answer)
     )
     result: list[dict[str, Any]] = []
-    for p, wrong in mistakes:
-        result.append({"prompt": p, "pos_answers": [compute_sum(p)], "neg_answers": [wrong]})
+    for problem, wrong in mistakes:
+        result.append(
+            {"prompt": problem, "pos_answers": [compute_sum(problem)], "neg_answers": [wrong]}
+        )
     return result
 
 
@@ -240,19 +242,19 @@ class StageView:
         grid = Table.grid(padding=(0, 1))
         for _ in range(3):
             grid.add_column(no_wrap=True, overflow="ellipsis")
-        parts = [self._doing]
+        texts = [self._doing]
         if pace.done:
-            parts = [pace.format_step()]
-            parts += (
+            texts = [pace.format_step()]
+            texts += (
                 [f"{find_title(pace.name)} {format_number(pace.values[-1])}"]
                 if pace.name is not None and pace.values
                 else []
             )
-        parts.append(format_duration(pace.elapsed))
+        texts.append(format_duration(pace.elapsed))
         bar = ProgressBar(
             pace.total or 1, pace.done if pace.total else 0, width=BAR_WIDTH, complete_style="cyan"
         )
-        grid.add_row("  ", bar, "  ".join(parts))
+        grid.add_row("  ", bar, "  ".join(texts))
         yield grid
 
 
@@ -460,13 +462,14 @@ def run_stages(demo: Demo, print_line: Callable[[str], None]) -> None:
     print_line(_format_rise(demo, "ppo", actor, "grpo"))
 
 
-def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
+def _format_rise(demo: Demo, earlier_stage: str, model: Path, stage: str) -> str:
     """Measure the accuracy of `model`, and return a line that compares it with an earlier one.
 
-    `stage` is the stage that trained `model`, and `before` is the stage of the earlier accuracy.
+    `stage` is the stage that trained `model`, and `earlier_stage` is the stage of the earlier
+    accuracy.
     """
     accuracies = (
-        f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
+        f"{demo.accuracy[earlier_stage]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     )
     return f"   held-out accuracy {accuracies} in {format_duration(demo.seconds[stage])}"
 

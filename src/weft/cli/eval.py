@@ -233,7 +233,7 @@ def _guess_form(path: str, split: str | None) -> str:
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows
 
-    place, row = next(read_rows(find_files(path, split)[0]))
+    location, row = next(read_rows(find_files(path, split)[0]))
     if isinstance(row, UnreadableRow):
         form = None
     elif is_tree(row):
@@ -242,7 +242,7 @@ def _guess_form(path: str, split: str | None) -> str:
         form = guess_type(row)
     if form is None:
         raise ConfigError(
-            f"{place}: this row fits no form; set --type to preference, paired_comparison or "
+            f"{location}: this row fits no form; set --type to preference, paired_comparison or "
             f"ranking"
         )
     return form

@@ -118,7 +118,11 @@ def _draw_wrong_answer(digits: tuple[int, int], generator: random.Random) -> str
     """Return a random wrong answer to the sum of `digits`, which differs by at most 3."""
     return str(
         generator.choice(
-            [n for n in range(max(0, sum(digits) - 3), sum(digits) + 4) if n != sum(digits)]
+            [
+                number
+                for number in range(max(0, sum(digits) - 3), sum(digits) + 4)
+                if number != sum(digits)
+            ]
         )
     )
 
@@ -173,18 +177,18 @@ def _list_byte_characters() -> list[str]:
 
 
 def _build_model_files(
-    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
+    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, settings: dict[str, str]
 ) -> dict[str, bytes]:
     """Return the files of a Llama with random weights, keyed by file name.
 
-    `tokenizer` is the content of tokenizer.json. `named` are the special tokens and the chat
+    `tokenizer` is the content of tokenizer.json. `settings` are the special tokens and the chat
     template, by their keys in tokenizer_config.json.
     """
     from safetensors.numpy import save
 
     ids = {}
     for name in ("bos", "eos", "pad"):
-        ids[f"{name}_token_id"] = vocabulary.get(named.get(f"{name}_token", ""))
+        ids[f"{name}_token_id"] = vocabulary.get(settings.get(f"{name}_token", ""))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -205,7 +209,7 @@ def _build_model_files(
     }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **named,
+        **settings,
         "model_max_length": shape.context,
     }
     return {
@@ -318,11 +322,11 @@ def main(argv: Sequence[str]) -> int:
         write_files(arguments.folder, file_contents)
         print(f"written to {arguments.folder}:")
     for name, description in DESCRIPTIONS.items():
-        parts = []
+        contents = []
         for path, content in file_contents.items():
             if path.split("/")[0] == name:
-                parts.append(content)
-        print(f"  {name:15}{format_size(sum(map(len, parts))):>8}  {description}")
+                contents.append(content)
+        print(f"  {name:15}{format_size(sum(map(len, contents))):>8}  {description}")
     print(
         "\nBegin with:"
         if arguments.command == "write"

@@ -256,8 +256,8 @@ class OptionSheet:
         return result
 
     def _is_without_effect(self, name: str) -> bool:
-        role, _, rest = name.partition(".")
-        if not isinstance(self.config, RunConfig) or not rest.startswith(f"{OPTIMIZER}."):
+        role, _, role_option = name.partition(".")
+        if not isinstance(self.config, RunConfig) or not role_option.startswith(f"{OPTIMIZER}."):
             return False
         return (
             isinstance(getattr(self.config, role), ModelSpec)
@@ -448,12 +448,16 @@ def _build_group_error(
             f"  {leaf.name}: {shorten_to_clause(leaf.help)}" for leaf in matching[:MAX_SUGGESTIONS]
         ]
         if len(matching) > MAX_SUGGESTIONS:
-            more = [f"  and {len(matching) - MAX_SUGGESTIONS} more"]
+            remainder = [f"  and {len(matching) - MAX_SUGGESTIONS} more"]
         else:
-            more = []
+            remainder = []
         return ConfigError(
             "\n".join(
-                [f"--help {group}: no such group; options with this in their name:", *listed, *more]
+                [
+                    f"--help {group}: no such group; options with this in their name:",
+                    *listed,
+                    *remainder,
+                ]
             )
         )
     split_names = [name.split(".") for name in names]

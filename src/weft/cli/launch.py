@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     command_line = all_words[: all_words.index("--")] if "--" in all_words else all_words
     run_words = all_words[len(command_line) + 1 :]
     parser = CommandParser(prog="weft launch", description=__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    pods = kinds.add_parser(
+    subcommands = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    pods = subcommands.add_parser(
         "tpu",
         help="TPU pods: create, install, check, run, start, logs, stop, delete",
         description="Create TPU pods with gcloud and run weft on all of their hosts.",
@@ -95,14 +95,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_name(
-    words: Sequence[str], index: int, kind: str, known: Sequence[str] | dict[str, str]
+    words: Sequence[str], index: int, kind: str, known_names: Sequence[str] | dict[str, str]
 ) -> None:
-    """Raise `ConfigError`, with the nearest name, if the word at `index` is not in `known`.
+    """Raise `ConfigError`, with the nearest name, if the word at `index` is not in `known_names`.
 
     `kind` describes the names in the message. Flags and missing words are not checked.
     """
-    if len(words) > index and not words[index].startswith("-") and words[index] not in known:
-        raise build_unknown_name_error(kind, words[index], known)
+    if len(words) > index and not words[index].startswith("-") and words[index] not in known_names:
+        raise build_unknown_name_error(kind, words[index], known_names)
 
 
 def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -95,9 +95,9 @@ def _print_new_lines(
     quiet_polls = 0
     while quiet_polls < QUIET_POLLS:
         has_new_lines = False
-        chosen = list_files()
-        for file, line in follower.read_new_lines(chosen):
-            print(f"[{file.name}] {line}" if len(chosen) > 1 else line, flush=True)
+        current_files = list_files()
+        for file, line in follower.read_new_lines(current_files):
+            print(f"[{file.name}] {line}" if len(current_files) > 1 else line, flush=True)
             has_new_lines = True
         quiet_polls = 0 if has_new_lines or is_alive(run) else quiet_polls + 1
         time.sleep(POLL_SECONDS)

@@ -336,8 +336,8 @@ class CountRequest:
 
 def to_source_entry(source: SourceSpec) -> dict[str, Any]:
     """Return a source as an entry of `dataset.sources`, without fields that are not set."""
-    plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
-    return {name: value for name, value in plain.items() if value not in (None, "", {})}
+    values = {spec.name: getattr(source, spec.name) for spec in fields(source)}
+    return {name: value for name, value in values.items() if value not in (None, "", {})}
 
 
 def format_length_table(data: LoadedData, limit: int) -> list[str]:
@@ -357,8 +357,8 @@ def format_length_table(data: LoadedData, limit: int) -> list[str]:
         else:
             label = f"{source.name} (valid)"
         percentile_99 = int(np.percentile(sizes, 99, method="higher"))
-        cells = (int(sizes.max()), percentile_99, int((sizes > limit).sum()))
-        lines.append((label, *(f"{number:,}" for number in cells)))
+        counts = (int(sizes.max()), percentile_99, int((sizes > limit).sum()))
+        lines.append((label, *(f"{count:,}" for count in counts)))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     table = []
     for name, *cells in lines:

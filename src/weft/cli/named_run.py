@@ -124,23 +124,23 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     if config.trial_name:
         return config, None
     folder = find_runs_folder(config.fileroot) / experiment
-    place = str(folder)
+    experiment_place = str(folder)
     if is_remote(config.fileroot):
-        place = f"{config.fileroot.rstrip('/')}/{experiment}"
-        folder = view_runs(place, missing_ok=True)
+        experiment_place = f"{config.fileroot.rstrip('/')}/{experiment}"
+        folder = view_runs(experiment_place, missing_ok=True)
     numbers = sorted(
         (int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), reverse=True
     )
     following = replace(config, trial_name=str(max(numbers, default=0) + 1))
     if config.recover_mode == "disabled" or config.resume_from is not None:
-        return following, f"this run is {place}/{following.trial_name}"
+        return following, f"this run is {experiment_place}/{following.trial_name}"
     following_experiment = build_experiment(following)
     for number in numbers:
         if _is_resumable(RunDirectory(folder / str(number)), following_experiment):
             return replace(
                 config, trial_name=str(number)
-            ), f"continuing {place}/{number}, an unfinished run of this configuration"
-    return following, f"this run is {place}/{following.trial_name}"
+            ), f"continuing {experiment_place}/{number}, an unfinished run of this configuration"
+    return following, f"this run is {experiment_place}/{following.trial_name}"
 
 
 def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
@@ -220,7 +220,7 @@ def _find_similar_runs(path: Path, root: Path) -> list[str]:
             zip(given_parts, run_parts, strict=True) if len(given_parts) == len(run_parts) else ()
         )
         return min(
-            (SequenceMatcher(None, part, other).ratio() for part, other in pairs), default=0.0
+            (SequenceMatcher(None, part, run_part).ratio() for part, run_part in pairs), default=0.0
         )
 
     similarities = {str(run): compute_similarity(run) for run in find_runs(root)}

@@ -186,7 +186,7 @@ def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dic
 
 
 def _check_tensor(network: MeasuredNetwork) -> None:
-    """Raise `ConfigError` if the network cannot be split over its `tensor` parallel ranks."""
+    """Raise `ConfigError` unless the network can be split over `network.tensor` parallel ranks."""
     from weft.engine.torch.network_source import check_layout
     from weft.topology import Layout
 
@@ -229,10 +229,10 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
         tokens = values["tokens"][largest]
         forward = 1e6 * values["blocks"][largest] / tokens
         backward = 1e6 * values.get("blocks_backward", [0.0] * (largest + 1))[largest] / tokens
-        head = 1e6 * values["head"][largest] / tokens
+        output_matrix = 1e6 * values["head"][largest] / tokens
         line = f"{names[kind]}, {tokens:,} tokens: a layer {forward:.2f}"
         line += f" + {backward:.2f} backward" if backward else ""
-        line += f", output matrix {head:.2f} us per token"
+        line += f", output matrix {output_matrix:.2f} us per token"
         if "update" in values:
             update = sorted(values["update"])[len(values["update"]) // 2]
             line += f"; optimizer step of {values['trained']:,} parameters {1e3 * update:.1f} ms"
@@ -240,10 +240,10 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
     for kind, values in contents["decoding"].items():
         variants = {"plain": "", "modules": ", module by module", "adapters": ", with adapters"}
         points = []
-        for batch, context, block, other in zip(
+        for batch, context, block, rest in zip(
             *(values[name] for name in ("batches", "contexts", "block", "rest")), strict=True
         ):
-            points.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * other:.2f}")
+            points.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * rest:.2f}")
         lines.append(
             f"decode step{variants[kind]}, ms of a layer + the rest, by sequences x tokens: "
             + "; ".join(points)

@@ -118,10 +118,10 @@ def _compare(path: str, plan_forecast: RunForecast, search_forecast: RunForecast
         plan_forecast.step.step_seconds,
         search_forecast.step.step_seconds,
     )
-    fits = "" if plan_forecast.fits else ", which does not fit"
+    remark = "" if plan_forecast.fits else ", which does not fit"
     line = (
         f"{path}: {format_three_digits(plan_seconds)} s per step and "
-        f"{plan_forecast.needed / GIB:.1f} GiB of a device{fits}; the search finds "
+        f"{plan_forecast.needed / GIB:.1f} GiB of a device{remark}; the search finds "
         f"{format_three_digits(search_seconds)} s and {search_forecast.needed / GIB:.1f} GiB"
     )
     return (
@@ -173,8 +173,8 @@ def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: 
         if name in peaks:
             call_estimates["memory_gb"] = peaks[name] / GIB
         calls[name] = replace(call, estimated=call_estimates)
-    first = experiment.graph.list_model_calls()[0]
-    workload = build_workload(experiment, config.search, experiment.dataset, first)
+    first_call = experiment.graph.list_model_calls()[0]
+    workload = build_workload(experiment, config.search, experiment.dataset, first_call)
     estimates = {
         "device": forecast.device,
         "step_seconds": forecast.step.step_seconds,

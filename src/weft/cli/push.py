@@ -167,11 +167,11 @@ def _confirm(repository: HubRepository, *, public: bool) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("weft push asks for confirmation, which needs a terminal; add --yes")
     if repository.is_private is None:
-        place = f"a new {'public' if public else 'private'} repository"
+        target = f"a new {'public' if public else 'private'} repository"
     else:
-        place = f"the {'private' if repository.is_private else 'public'} repository"
+        target = f"the {'private' if repository.is_private else 'public'} repository"
     try:
-        answer = input(f"upload this to {place} {repository.name}? [y/N] ")
+        answer = input(f"upload this to {target} {repository.name}? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")

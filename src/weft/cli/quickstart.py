@@ -183,8 +183,8 @@ def _run(
     if config.mode == "slurm":
         script_words = ("--print-script", "mode=slurm", "--mode=slurm")
         names = []
-        for name, given in zip(NAMES, given_names, strict=True):
-            if not given:
+        for name, set_name in zip(NAMES, given_names, strict=True):
+            if not set_name:
                 names.append(f"{name}={getattr(config, name)}")
         command = [
             "quickstart",

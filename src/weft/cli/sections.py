@@ -281,9 +281,9 @@ def find_shipped_file(display_path: str) -> Path:
 
 def find_recipe_file(path: str) -> str:
     """Return `path`, or the built-in recipe if `path` is a missing file `recipes/NAME.yaml`."""
-    place = Path(path)
-    shipped = find_shipped_file(f"{READY}/{place.name}")
-    if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():
+    recipe = Path(path)
+    shipped = find_shipped_file(f"{READY}/{recipe.name}")
+    if str(recipe.parent) == "recipes" and not recipe.exists() and shipped.is_file():
         return str(shipped)
     return path
 

@@ -35,7 +35,7 @@ from weft.observe.run_files import CONFIG, HARDWARE, RunRecord
 from weft.observe.run_list import METRICS, RunSummary, read_last_lines, summarize
 from weft.redaction import mask_values, mask_words
 
-METRICS_SHOWN = 12  # maximum number of metrics, without those of validation
+METRICS_SHOWN = 12  # number of metrics shown; validation metrics are shown in any case
 CHECKPOINTS_SHOWN = 5  # number of newest checkpoints shown per role
 NAMES = ("experiment_name", "trial_name")
 EPILOG = """examples:
@@ -196,7 +196,9 @@ def _format_checkpoints(run: Path) -> Iterator[str]:
     from weft.runtime.directory import RunDirectory
 
     directory = RunDirectory(run)
-    roles = sorted(p.name for p in directory.checkpoints_folder.glob("*") if p.is_dir())
+    roles = sorted(
+        folder.name for folder in directory.checkpoints_folder.glob("*") if folder.is_dir()
+    )
     rows = []
     for role in roles:
         steps = directory.list_saved_steps(role)

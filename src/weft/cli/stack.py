@@ -289,8 +289,8 @@ class OptionReader:
         for option in options:
             if option.rsplit(".", 1)[-1] == last_part:
                 same_last_part.append(option)
-        known = [*other_names, *collect_renamed(), *collect_translators(), *options]
-        similar = list(dict.fromkeys([*same_last_part, *find_nearest(name, known)]))[:3]
+        known_names = [*other_names, *collect_renamed(), *collect_translators(), *options]
+        similar = list(dict.fromkeys([*same_last_part, *find_nearest(name, known_names)]))[:3]
         if similar:
             hint = f"did you mean {' or '.join(similar)}?"
         else:
@@ -308,10 +308,10 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
     """
     best: tuple[str, ...] = ()
     for path in section.lines:
-        texts = tuple(str(part) for part in path)
-        joined = ".".join(texts)
+        keys = tuple(str(part) for part in path)
+        joined = ".".join(keys)
         if (name == joined or name.startswith(f"{joined}.")) and len(joined) > len(".".join(best)):
-            best = texts
+            best = keys
     return best
 
 

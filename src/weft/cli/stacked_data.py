@@ -192,10 +192,10 @@ def _with_copies(
     folder has no copy of it, if the path is absolute, or if its name is in `fixed_names` (datasets
     whose path the user has set). Raises `ConfigError` if the folder has no copy of any dataset.
     """
-    named = [source for source in sources if source.named]
+    named_sources = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
-    if len(named) == 1:
-        path = _find_file(folder, named[0]) or data_path
+    if len(named_sources) == 1:
+        path = _find_file(folder, named_sources[0]) or data_path
         return [replace(source, path=path) if source.named else source for source in sources]
     copies = []
     for source in sources:
@@ -203,9 +203,12 @@ def _with_copies(
             _find_file(folder, source) or _find_folder(folder, source) if source.named else None
         )
     if not any(copies):
-        dataset_names = ", ".join(str(source.named) for source in named)
-        if named:
-            problem = f"has no folder named {dataset_names}; write datasets.NAME.data_path=FILE for one copy"
+        dataset_names = ", ".join(str(source.named) for source in named_sources)
+        if named_sources:
+            problem = (
+                f"has no folder named {dataset_names}; write datasets.NAME.data_path=FILE for one "
+                "copy"
+            )
         else:
             problem = "is a copy of a named dataset; add --datasets NAME"
         raise ConfigError(f"data_path={data_path}: {problem}")
@@ -230,10 +233,10 @@ def _find_file(folder: Path, source: SourceSpec) -> str | None:
     """
     if not source.path or _is_elsewhere(source):
         return None
-    places = (folder / str(source.named) / source.path, folder / source.path)
-    return next((str(place) for place in places if place.exists()), None)
+    candidates = (folder / str(source.named) / source.path, folder / source.path)
+    return next((str(candidate) for candidate in candidates if candidate.exists()), None)
 
 
 def _find_folder(folder: Path, source: SourceSpec) -> str | None:
-    place = folder / str(source.named)
-    return str(place) if place.exists() else None
+    candidate = folder / str(source.named)
+    return str(candidate) if candidate.exists() else None

@@ -135,13 +135,13 @@ def read_tree_file(path: str) -> Iterator[Tree]:
 
     Raises a `DataError` that states the location of an invalid row.
     """
-    place = path
+    location = path
 
     def iterate_rows() -> Iterator[Mapping[str, Any]]:
-        nonlocal place
+        nonlocal location
         for file in find_files(path):
-            for row_place, row in read_rows(file):
-                place = str(row_place)
+            for row_location, row in read_rows(file):
+                location = str(row_location)
                 if isinstance(row, UnreadableRow):
                     raise BadRow(row.reason)
                 yield row
@@ -149,7 +149,7 @@ def read_tree_file(path: str) -> Iterator[Tree]:
     try:
         yield from message_trees.read_trees(iterate_rows())
     except BadRow as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
 
 
 def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
@@ -194,7 +194,7 @@ def format_statistics(trees: Iterable[Tree]) -> list[str]:
     tables = {"roles": roles, "languages": languages, "states": states}
     count_lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
     return count_lines + [
-        f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}"
+        f"{name}: {', '.join(f'{key} {number:,}' for key, number in table.most_common())}"
         for name, table in tables.items()
     ]
 
@@ -206,13 +206,13 @@ def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:
     is_held_out = hold_out(
         [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
     ).tolist()
-    for path, side in ((arguments.output, False), (arguments.valid_output, True)):
+    for path, wants_validation in ((arguments.output, False), (arguments.valid_output, True)):
         count = write_json_lines(
             path,
             (
                 tree
                 for tree, is_validation in zip(trees, is_held_out, strict=True)
-                if is_validation == side
+                if is_validation == wants_validation
             ),
         )
         print(f"{count:,} trees in {path}")

@@ -185,8 +185,8 @@ class BucketFolder:
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of a file from `start` up to, but not including, `end`."""
-        part: bytes = self._system.cat_file(self._get_path(name), start=start, end=end)
-        return part
+        contents: bytes = self._system.cat_file(self._get_path(name), start=start, end=end)
+        return contents
 
     def write(self, name: str, contents: bytes) -> None:
         """Write a file, replacing an earlier one."""
@@ -231,10 +231,10 @@ class BucketFolder:
         with incomplete.open("ab") as file:
             while start < stamp.size:
                 end = min(start + RANGE_BYTES, stamp.size)
-                part = self.read_range(name, start, end)
-                if len(part) != end - start:
-                    raise OSError(f"bytes {start:,} to {end:,} came as {len(part):,} bytes")
-                file.write(part)
+                contents = self.read_range(name, start, end)
+                if len(contents) != end - start:
+                    raise OSError(f"bytes {start:,} to {end:,} came as {len(contents):,} bytes")
+                file.write(contents)
                 start = end
         if start != stamp.size or (stamp.md5 is not None and _compute_md5(incomplete) != stamp.md5):
             incomplete.unlink()
@@ -264,8 +264,8 @@ def explain_store_errors(subject: str, kind: type[WeftError], fix: str = "") -> 
     except WeftError:
         raise
     except Exception as error:  # each file system defines its own error classes
-        tail = f"; {fix}" if fix else ""
-        raise kind(f"{subject}: {_describe_failure(error)}{tail}") from error
+        suffix = f"; {fix}" if fix else ""
+        raise kind(f"{subject}: {_describe_failure(error)}{suffix}") from error
 
 
 def _describe_failure(error: Exception) -> str:

@@ -281,9 +281,9 @@ def copy_data(url: str, suffixes: tuple[str, ...]) -> Path:
     """
     if url in _DATA_COPIES:
         return _DATA_COPIES[url]
-    place, _, pattern = url.rpartition("/")
+    parent_url, _, pattern = url.rpartition("/")
     has_pattern = any(sign in pattern for sign in "*?[")
-    bucket = BucketFolder.open(place if has_pattern else url, url, DataError)
+    bucket = BucketFolder.open(parent_url if has_pattern else url, url, DataError)
     with explain_store_errors(url, DataError):
         listing = bucket.list_files()
     if "" in listing:
@@ -320,9 +320,9 @@ def check_data(url: str, subject: str) -> None:
 
     Only names and sizes are read. The error message begins with `subject`.
     """
-    place, _, pattern = url.rpartition("/")
+    parent_url, _, pattern = url.rpartition("/")
     has_pattern = any(sign in pattern for sign in "*?[")
-    bucket = BucketFolder.open(place if has_pattern else url, subject, ConfigError)
+    bucket = BucketFolder.open(parent_url if has_pattern else url, subject, ConfigError)
     with explain_store_errors(subject, ConfigError):
         listing = bucket.list_files()
     if not listing:
