@@ -82,10 +82,9 @@ def read_task_results(checkpoint: Path) -> list[TaskResult]:
     newest: dict[tuple[str, int | None], list[TaskResult]] = {}
     for _, _, content in sorted(files, key=lambda file: file[:2]):
         newest |= _group_results(content)
-    return sorted(
-        (each for results in newest.values() for each in results),
-        key=lambda each: (each.task, each.shots or 0, each.metric, each.filter),
-    )
+    results = [result for group in newest.values() for result in group]
+    results.sort(key=lambda each: (each.task, each.shots or 0, each.metric, each.filter))
+    return results
 
 
 def _list_run_results(checkpoint: Path) -> list[Path]:

@@ -337,9 +337,8 @@ def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        repeated = next(
-            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-        )
+        counts = Counter(name for name, _ in pairs)
+        repeated = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"{repeated!r} occurs twice")
     return entries
 

@@ -213,15 +213,17 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
     for spelling, option in dependent.items():
         for role in translation.trained_roles:
             target = option.replace("{model}", role)
-            if target in translation.known_options and spelling not in spellings_by_option.get(
-                target, []
-            ):
-                spellings_by_option.setdefault(target, []).append(spelling)
-    return {
-        target: [name for name in names if name != target.rsplit(".", 1)[-1]][:MAX_SHOWN_SPELLINGS]
-        for target, names in spellings_by_option.items()
-        if any(name != target.rsplit(".", 1)[-1] for name in names)
-    }
+            if target in translation.known_options:
+                spellings = spellings_by_option.setdefault(target, [])
+                if spelling not in spellings:
+                    spellings.append(spelling)
+    shown = {}
+    for target, spellings in spellings_by_option.items():
+        short_name = target.rsplit(".", 1)[-1]
+        others = [spelling for spelling in spellings if spelling != short_name]
+        if others:
+            shown[target] = others[:MAX_SHOWN_SPELLINGS]
+    return shown
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:
@@ -285,10 +287,8 @@ def _find_targets(name: str, translation: OverrideTranslation) -> list[str]:
     if f"{group}.gen.{short_name}" in translation.known_options:
         return [f"{group}.gen.{short_name}"]
     for spelling, option in _read_foreign("MODEL_SPELLINGS").items():
-        if (
-            name.endswith(f".{spelling}")
-            and (target := name.removesuffix(spelling) + option) in translation.known_options
-        ):
+        target = name.removesuffix(spelling) + option
+        if name.endswith(f".{spelling}") and target in translation.known_options:
             return [target]
     if name.startswith("optimizer."):
         return [_map_to_trained_role(config, name)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import registry
-from weft.cli.help import shorten_to_clause
+from weft.cli.help import list_nested_groups, shorten_to_clause
 from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.cli.quickstart import list_flags
@@ -260,9 +260,8 @@ def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[
 
 def _list_help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
     yield "all", "every option"
-    names = [leaf.name.split(".") for leaf in iterate_options(_build_config(name, words))]
-    for group in dict.fromkeys(
-        ".".join(parts[:depth]) for parts in names for depth in range(1, len(parts))
+    for group in list_nested_groups(
+        leaf.name for leaf in iterate_options(_build_config(name, words))
     ):
         yield group, f"options of {group}"
 

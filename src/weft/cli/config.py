@@ -140,11 +140,11 @@ def list_sections(arguments: argparse.Namespace) -> Iterator[str]:
             problems.append(str(error))
     for _, contents in library.contents:
         problems.extend(contents.problems)
-    recipes = {
-        section.name: purpose
-        for section in sections
-        if (purpose := _describe_recipe(section)) is not None
-    }
+    recipes = {}
+    for section in sections:
+        purpose = _describe_recipe(section)
+        if purpose is not None:
+            recipes[section.name] = purpose
     other_sections = [section for section in sections if section.name not in recipes]
     if recipes:
         yield (
@@ -400,8 +400,10 @@ def _check_named_objects(config: RunConfig) -> None:
                 )
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
-    if config.eval_prompts is not None and (problem := find_file_problem(config.eval_prompts)):
-        raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
+    if config.eval_prompts is not None:
+        problem = find_file_problem(config.eval_prompts)
+        if problem:
+            raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
     for folder in config.eval_suite.include_path:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(f"eval_suite.include_path=[{folder}]: there is no such folder")

@@ -20,7 +20,7 @@ from weft.reading import make_folder
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
-NORMAL = 1
+NORMAL_PIECE = 1
 # id of a special piece -> its kind
 SPECIAL_PIECES = {
     0: spm.UNKNOWN,
@@ -167,7 +167,7 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
                 # llama2.c writes line breaks around the names of BOS and EOS
                 pieces.append((text.strip("\n"), score, SPECIAL_PIECES[index]))
             else:
-                kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL
+                kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL_PIECE
                 pieces.append((text.replace(" ", spm.SPACE), score, kind))
     except (struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(

@@ -318,7 +318,14 @@ def convert_table(
 
 
 def _convert_cell(cell: TableCell) -> dict[str, Any]:
-    difference = cell.difference
+    difference = None
+    if cell.difference is not None:
+        difference = {
+            "value": cell.difference.value,
+            "interval": [cell.difference.low, cell.difference.high],
+            "p": cell.difference.chance,
+            "items": cell.difference.num_items,
+        }
     return {
         "value": cell.value,
         "interval": None if cell.interval is None else list(cell.interval),
@@ -327,14 +334,7 @@ def _convert_cell(cell: TableCell) -> dict[str, Any]:
         "file": None if cell.score is None else str(cell.score.path),
         "beyond_noise": {1: "better", -1: "worse", 0: None}[cell.mark],
         "not_compared": cell.refusal or None,
-        "difference": None
-        if difference is None
-        else {
-            "value": difference.value,
-            "interval": [difference.low, difference.high],
-            "p": difference.chance,
-            "items": difference.num_items,
-        },
+        "difference": difference,
     }
 
 

@@ -444,40 +444,33 @@ def _build_group_error(
     substrings = [leaf for leaf in options if group in leaf.name]
     matching = list({leaf.name: leaf for leaf in (*respelled, *whole_words, *substrings)}.values())
     if matching:
-        listed = [
-            f"  {leaf.name}: {shorten_to_clause(leaf.help)}" for leaf in matching[:MAX_SUGGESTIONS]
-        ]
+        lines = [f"--help {group}: no such group; options with this in their name:"]
+        for leaf in matching[:MAX_SUGGESTIONS]:
+            lines.append(f"  {leaf.name}: {shorten_to_clause(leaf.help)}")
         if len(matching) > MAX_SUGGESTIONS:
-            remainder = [f"  and {len(matching) - MAX_SUGGESTIONS} more"]
-        else:
-            remainder = []
-        return ConfigError(
-            "\n".join(
-                [
-                    f"--help {group}: no such group; options with this in their name:",
-                    *listed,
-                    *remainder,
-                ]
-            )
-        )
-    split_names = [name.split(".") for name in names]
-    groups = sorted(
-        {".".join(parts[:depth]) for parts in split_names for depth in range(1, len(parts))}
-    )
-    similar = find_nearest(group, [*groups, *names])
-    return ConfigError(
-        f"--help {group}: no such group; "
-        + (
-            f"did you mean {' or '.join(similar)}?"
-            if similar
-            else f"groups: {', '.join(list_groups(names))}"
-        )
-    )
+            lines.append(f"  and {len(matching) - MAX_SUGGESTIONS} more")
+        return ConfigError("\n".join(lines))
+    similar = find_nearest(group, [*sorted(list_nested_groups(names)), *names])
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"groups: {', '.join(list_groups(names))}"
+    return ConfigError(f"--help {group}: no such group; {hint}")
 
 
 def list_groups(names: Iterable[str]) -> list[str]:
     """Return the distinct first parts of dotted names, in the order in which they first occur."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
+
+
+def list_nested_groups(names: Iterable[str]) -> list[str]:
+    """Return all groups of dotted names, such as `actor` and `actor.optimizer`, in order."""
+    groups: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            groups[".".join(parts[:depth])] = None
+    return list(groups)
 
 
 def _describe_option(

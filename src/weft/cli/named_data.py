@@ -249,24 +249,17 @@ def format_counts_table(counts: Sequence[DatasetCounts], is_sampled: bool = Fals
     totals = []
     for numbers in zip(*(each.to_table_cells(is_sampled) for each in counts), strict=True):
         totals.append(sum(numbers))
-    lines = [(each.name, each.to_table_cells(is_sampled)) for each in counts] + (
-        [("total", totals)] if len(counts) > 1 else []
-    )
-    rows = [
-        _list_columns(is_sampled),
-        *([name, *(f"{number:,}" for number in numbers)] for name, numbers in lines),
-    ]
+    numbers_by_name = [(each.name, each.to_table_cells(is_sampled)) for each in counts]
+    if len(counts) > 1:
+        numbers_by_name.append(("total", totals))
+    rows = [_list_columns(is_sampled)]
+    for name, numbers in numbers_by_name:
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    lines = _align_columns(rows)
     language_rows = _list_language_counts(counts)
-    return "\n".join(
-        [
-            *_align_columns(rows),
-            *(
-                ["", "messages by language", *_align_columns(language_rows)]
-                if language_rows
-                else []
-            ),
-        ]
-    )
+    if language_rows:
+        lines += ["", "messages by language", *_align_columns(language_rows)]
+    return "\n".join(lines)
 
 
 def _list_columns(is_sampled: bool) -> list[str]:
@@ -290,15 +283,11 @@ def _list_language_counts(counts: Sequence[DatasetCounts]) -> list[list[str]]:
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    result: list[str] = []
-    for row in rows:
-        result.append(
-            "  ".join(
-                cell.rjust(width) if index else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-    return result
+    lines = []
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]))
+    return lines
 
 
 def write_csv(file: Path, counts: Sequence[DatasetCounts], is_sampled: bool = False) -> None:
@@ -348,7 +337,7 @@ def format_length_table(data: LoadedData, limit: int) -> list[str]:
     unknown.
     """
     lines: list[tuple[str, ...]] = [("source", "longest", "p99", f"above {limit:,}")]
-    for source in [*data.parts, *(source for source in data.valid.values())]:
+    for source in [*data.parts, *data.valid.values()]:
         if not isinstance(source.dataset, TokenizedDataset):
             raise ConfigError(f"{source.name}: only weft's own dataset types have row lengths")
         sizes = source.dataset.table.compute_seqlens()[source.indices]
@@ -359,12 +348,7 @@ def format_length_table(data: LoadedData, limit: int) -> list[str]:
         percentile_99 = int(np.percentile(sizes, 99, method="higher"))
         counts = (int(sizes.max()), percentile_99, int((sizes > limit).sum()))
         lines.append((label, *(f"{count:,}" for count in counts)))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    table = []
-    for name, *cells in lines:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        table.append("  ".join([name.ljust(widths[0]), *padded]))
-    return table
+    return _align_columns(lines)
 
 
 def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:

@@ -68,13 +68,13 @@ def format_page() -> str:
         "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
         *_format_table(iterate_options(GenerationSpec())),
     ]
-    calls = "; ".join(
-        f"{name} {', '.join(f'`{c}`' for c in _list_calls(config))}"
-        for name, config in configs.items()
-    )
+    calls = []
+    for name, config in configs.items():
+        listed = ", ".join(f"`{call}`" for call in _list_calls(config))
+        calls.append(f"{name} {listed}")
     parts += [
         "\n## Calls\n",
-        CALL.format(calls=calls) + "\n",
+        CALL.format(calls="; ".join(calls)) + "\n",
         *_format_table(iterate_options(MFCOptions())),
     ]
     for name, config in configs.items():

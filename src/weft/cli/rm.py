@@ -45,6 +45,7 @@ class RunRemoval:
 
     @property
     def num_bytes(self) -> int:
+        """Number of bytes of the files to remove; links count as 0."""
         return sum(0 if path.is_symlink() else count_tree_bytes(path) for path in self.paths)
 
 
@@ -87,7 +88,11 @@ def main(argv: Sequence[str]) -> int:
     runs = {}
     for run in (check_removable(find_run(word, root)) for word in arguments.runs):
         runs[run.resolve()] = run
-    removals = [removal for run in runs.values() if (removal := plan_removal(run, parts)).paths]
+    removals = []
+    for run in runs.values():
+        removal = plan_removal(run, parts)
+        if removal.paths:
+            removals.append(removal)
     if not removals:
         print(
             f"nothing to remove: there are no {' or '.join(parts)} in "
@@ -211,7 +216,10 @@ def describe_removal(removal: RunRemoval) -> Iterator[str]:
         yield f"{removal.run} ({status}), {format_size(removal.num_bytes)}:"
     for path in [] if removal.is_whole_run else removal.paths:
         yield f"{path}, {format_size(0 if path.is_symlink() else count_tree_bytes(path))}:"
-    entries = [entry for path in removal.paths if not path.is_symlink() for entry in path.iterdir()]
+    entries: list[Path] = []
+    for path in removal.paths:
+        if not path.is_symlink():
+            entries += path.iterdir()
     listed = sorted(entries, key=lambda entry: -_count_bytes(entry))
     for path in listed[:MAX_LISTED_ENTRIES]:
         link = f"  -> {os.readlink(path)}, which stays" if path.is_symlink() else ""

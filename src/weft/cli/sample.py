@@ -238,7 +238,8 @@ def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, An
     """
     base_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [base_name, *(f"{base_name}-{number}" for number in range(2, 1000))]
-    return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)
+    paths = (folder / f"{each}.json" for each in numbered)
+    return next(path for path in paths if str(path) not in taken)
 
 
 # -- score
@@ -256,10 +257,9 @@ def score_reports(arguments: argparse.Namespace) -> None:
     rows = list[tuple[str, str, float, float, int]]()
     for path, report in reports:
         prompts = sampling_report.extract_prompts(report)
-        outputs = [
-            [text for result in row["results"] for text in result["outputs"]]
-            for row in report["prompts"]
-        ]
+        outputs = []
+        for row in report["prompts"]:
+            outputs.append([text for result in row["results"] for text in result["outputs"]])
         sampling_report.add_scores(report, answers.score_replies(opened, prompts, outputs))
         report["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(report, ensure_ascii=False, indent=1) + "\n")

@@ -222,21 +222,21 @@ def _build_contents(
         return SectionFile(
             (ConfigSection(path.stem, display_path, 1, values, lines, is_shipped, is_foreign),)
         )
-    sections = tuple(
-        ConfigSection(
-            name,
-            display_path,
-            lines.get((name,), 1),
-            {str(key): each for key, each in (values[name] or {}).items()},
-            {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1},
-            is_shipped,
+    sections = []
+    for name, value in values.items():
+        if name in option_names:
+            continue
+        section_values = {str(key): each for key, each in (value or {}).items()}
+        section_lines = {}
+        for path_of_key, line in lines.items():
+            if path_of_key[0] == name and len(path_of_key) > 1:
+                section_lines[path_of_key[1:]] = line
+        start = lines.get((name,), 1)
+        sections.append(
+            ConfigSection(name, display_path, start, section_values, section_lines, is_shipped)
         )
-        for name in values
-        if name not in option_names
-    )
-    return SectionFile(
-        sections, tuple((name, lines.get((name,), 1)) for name in option_names), display_path
-    )
+    strays = tuple((name, lines.get((name,), 1)) for name in option_names)
+    return SectionFile(tuple(sections), strays, display_path)
 
 
 @cache

@@ -68,19 +68,16 @@ def main(argv: Sequence[str]) -> int:
     summary = summarize(run, is_alive)
     record = RunRecord.read(run)
     if arguments.json:
+        best = BestRecord.read(run)
         content = {
             "path": name_place(run),
             "status": summary.status,
             "step": summary.step,
-            "best": None if (best := BestRecord.read(run)) is None else vars(best),
+            "best": None if best is None else vars(best),
             **mask_values(record.to_plain()),
+            "changed_options": _find_changed_options(config, summary.algorithm)[0],
         }
-        print(
-            json.dumps(
-                content | {"changed_options": _find_changed_options(config, summary.algorithm)[0]},
-                indent=1,
-            )
-        )
+        print(json.dumps(content, indent=1))
         return 0
     print("\n".join(format_page(run, summary, record, config)))
     return 0

@@ -197,11 +197,12 @@ def _with_copies(
     if len(named_sources) == 1:
         path = _find_file(folder, named_sources[0]) or data_path
         return [replace(source, path=path) if source.named else source for source in sources]
-    copies = []
+    copies: list[str | None] = []
     for source in sources:
-        copies.append(
-            _find_file(folder, source) or _find_folder(folder, source) if source.named else None
-        )
+        if source.named:
+            copies.append(_find_file(folder, source) or _find_folder(folder, source))
+        else:
+            copies.append(None)
     if not any(copies):
         dataset_names = ", ".join(str(source.named) for source in named_sources)
         if named_sources:

@@ -42,12 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command in ("stats", *STATS_ALIASES):
         print("\n".join(format_statistics(trees)))
     elif arguments.command == "filter":
-        pruned_trees = (
-            pruned_tree
-            for tree in trees
-            if (pruned_tree := message_trees.prune(tree, _build_selection(arguments))) is not None
-        )
-        count = write_json_lines(arguments.output, pruned_trees)
+        count = write_json_lines(arguments.output, _prune_trees(trees, arguments))
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
@@ -192,11 +187,19 @@ def format_statistics(trees: Iterable[Tree]) -> list[str]:
         counts["rankings (rm)"] += sum(1 for _ in message_trees.iterate_rankings(tree, no_filter))
         counts["prompts (rl)"] += sum(1 for _ in message_trees.iterate_prompts(tree, no_filter))
     tables = {"roles": roles, "languages": languages, "states": states}
-    count_lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
-    return count_lines + [
-        f"{name}: {', '.join(f'{key} {number:,}' for key, number in table.most_common())}"
-        for name, table in tables.items()
-    ]
+    lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
+    for name, table in tables.items():
+        listed = ", ".join(f"{key} {number:,}" for key, number in table.most_common())
+        lines.append(f"{name}: {listed}")
+    return lines
+
+
+def _prune_trees(trees: Iterable[Tree], arguments: argparse.Namespace) -> Iterator[Tree]:
+    """Yield the trees that pass the filters, without the messages that do not."""
+    for tree in trees:
+        pruned = message_trees.prune(tree, _build_selection(arguments))
+        if pruned is not None:
+            yield pruned
 
 
 def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:

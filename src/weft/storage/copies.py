@@ -181,7 +181,8 @@ def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
     choices = {f"step{step}": step for step in available_steps}
     if available_steps:
         choices["latest"] = available_steps[-1]
-    if (best_step := _read_step(best_record)) in available_steps:
+    best_step = _read_step(best_record)
+    if best_step in available_steps:
         choices["best"] = best_step
     if url_match["step"] not in choices:
         listed = ", ".join(f"@{name}" for name in choices) or "none"
