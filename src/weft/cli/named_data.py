@@ -247,8 +247,8 @@ def format_counts_table(counts: Sequence[DatasetCounts], is_sampled: bool = Fals
     known, a second table has the number of messages in each language.
     """
     totals = []
-    for numbers in zip(*(each.to_table_cells(is_sampled) for each in counts), strict=True):
-        totals.append(sum(numbers))
+    for column in zip(*(each.to_table_cells(is_sampled) for each in counts), strict=True):
+        totals.append(sum(column))
     numbers_by_name = [(each.name, each.to_table_cells(is_sampled)) for each in counts]
     if len(counts) > 1:
         numbers_by_name.append(("total", totals))
