@@ -155,7 +155,7 @@ def test_a_resumed_run_keeps_its_initial_checkpoint(runs: Path) -> None:
     gone = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step1")
     with pytest.raises(
         CheckpointError,
-        match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more",
+        match=r"began with runs/e/sft/checkpoints/model/step1, which no longer exists",
     ):
         locate_model("runs/e/sft", gone)
 

@@ -275,22 +275,20 @@ class ParameterReader:
         key = self.keymap.keys[name]
         shape = self.shapes[name]
         where = build_whole_slice(shape) if where is None else where
+        sliced_shape = tuple(each.stop - each.start for each in where)
         parameter: Tensor | None = None
         for piece in list_rectangles(key, shape, where):
             part = self.files.read(self.to_stored_name(piece.hf), piece.source)
             part = part.T if key.transpose and part.dim() == 2 else part
             part = part[None] if piece.expert is not None else part
-            if part.shape == tuple(each.stop - each.start for each in where):
+            if part.shape == sliced_shape:
                 return part
             if parameter is None:
-                parameter = torch.empty(
-                    [each.stop - each.start for each in where], dtype=part.dtype
-                )
+                parameter = torch.empty(sliced_shape, dtype=part.dtype)
             # `piece.target` is relative to the whole parameter, `parameter` is only its slice.
-            offsets = [each.start for each in where]
             target = tuple(
-                slice(each.start - offset, each.stop - offset)
-                for each, offset in zip(piece.target, offsets, strict=True)
+                slice(each.start - sliced.start, each.stop - sliced.start)
+                for each, sliced in zip(piece.target, where, strict=True)
             )
             parameter[target] = part
         assert parameter is not None, "a parameter has at least one piece"
@@ -323,10 +321,7 @@ def _check_names(reader: ParameterReader) -> None:
             "config.json does not have; is config.json the one that belongs to the weights?"
         )
     # Find tensors of the model that the files do not have.
-    missing = []
-    for name in required:
-        if name not in reader and name != family.score:
-            missing.append(name)
+    missing = [name for name in required if name not in reader and name != family.score]
     if missing:
         raise CheckpointError(
             f"{directory} lacks {_format_names(missing)}, which a {family.name} model with this "
@@ -443,10 +438,8 @@ def compute_parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, by canonical name, without allocating the parameters."""
     with torch.device("meta"):
-        parameter_shapes: dict[str, tuple[int, ...]] = {}
-        for name, values in canonical_values(Transformer(config, head)).items():
-            parameter_shapes[name] = tuple(values.shape)
-        return parameter_shapes
+        parameters = canonical_values(Transformer(config, head))
+        return {name: tuple(values.shape) for name, values in parameters.items()}
 
 
 # -- writing
@@ -512,7 +505,7 @@ def save_config(
 ) -> None:
     """Write config.json and generation_config.json, but no weights.
 
-    The two files are the same as those that `save` writes.
+    They equal the files that `save` writes.
     """
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
@@ -530,15 +523,10 @@ def _write_config(
     for key in GENERATION_KEYS:
         if values.get(key) is not None:
             token_ids[key] = values[key]
-    generation_file = folder / GENERATION
-    write_generation(
-        folder,
-        {
-            **(json.loads(generation_file.read_text()) if generation_file.is_file() else {}),
-            **token_ids,
-        },
-    )
-    weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    file = folder / GENERATION
+    stored = json.loads(file.read_text()) if file.is_file() else {}
+    write_generation(folder, {**stored, **token_ids})
+    _write_json(folder / CONFIG, values)
 
 
 def write_mean_pooled_architecture(directory: Path) -> None:
@@ -546,15 +534,16 @@ def write_mean_pooled_architecture(directory: Path) -> None:
 
     This replaces a class of `transformers` that would read the score at the last token.
     """
-    values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
-    weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    _write_json(directory / CONFIG, read_raw(directory) | {"architectures": [MEAN_POOLED]})
 
 
 def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
-    """Write generation_config.json atomically."""
-    weight_files.write_text(
-        Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n"
-    )
+    """Write generation_config.json atomically. Raises `RunError` if writing fails."""
+    _write_json(Path(directory) / GENERATION, values)
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    weight_files.write_text(file, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def assemble(

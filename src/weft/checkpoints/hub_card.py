@@ -1,7 +1,7 @@
 """Add results of evaluations to a model card and, for the hub, the name of the repository.
 
 The results are read from files `results_*.json` of lm-evaluation-harness or `weft eval suite` below
-the checkpoint's folder, and from those that a run with the option `eval_suite` stores.
+the checkpoint's folder, and from the files of the run's option `eval_suite`.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def plan_upload(
 def _remove_local_paths(files: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
     """Return (configurations without paths of this machine, notes about the removed entries).
 
-    Some programs store such paths. The configurations map file names to contents; files without
-    such paths are not in it.
+    Some programs store such paths. The configurations are the new contents of the files that have
+    such paths, by file name.
     """
     cleaned = {}
     notes = []

@@ -320,8 +320,8 @@ def _choose_initial(typed_name: str, initial: Path, remark: str, query: ModelQue
     """
     if not initial.is_dir():
         raise CheckpointError(
-            f"{query.format_option(typed_name)}: this run began with {initial}, which is there no "
-            f"more{remark}; restore it, or begin a run with another trial_name"
+            f"{query.format_option(typed_name)}: this run began with {initial}, which no "
+            f"longer exists{remark}; restore it, or begin a run with another trial_name"
         )
     return LocatedModel(
         str(query.initial_checkpoint),

@@ -400,11 +400,12 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     does not have.
     """
     folder = Path(directory)
+    file = folder / config_file.ADAPTER_WEIGHTS
     settings = read_adapter_config(folder)
     files = weight_files.WeightFiles(folder, single=config_file.ADAPTER_WEIGHTS)
     family: Family = families.get(network.config.family)
     keymap = family.keymap(network.config, network.kind)
-    # Read A and B of every module that has them; a fused module has those of several layers.
+    # Read A and B of every adapted module, and split the matrices of fused modules by layer.
     parts_by_layer: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
     read_names = set()
     for hf, keys in keymap.group_by_hf_name().items():
@@ -414,8 +415,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             continue
         if names[1] not in files.names:
             raise CheckpointError(
-                f"{folder / config_file.ADAPTER_WEIGHTS} holds {names[0]} without its {names[1]}; "
-                "copy the files again"
+                f"{file} holds {names[0]} without its {names[1]}; copy the files again"
             )
         read_names |= set(names)
         a = files.read(names[0])
@@ -429,11 +429,10 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     unknown = sorted(set(files.names) - read_names - set(replaced))
     if unknown:
         raise CheckpointError(
-            f"{folder / config_file.ADAPTER_WEIGHTS} holds {unknown[0]} and others like it, for "
-            "which the model has no layer"
+            f"{file} holds {unknown[0]} and others like it, for which the model has no layer"
         )
     files.check_floats(files.names)
-    _check_tied(folder / config_file.ADAPTER_WEIGHTS, files, network)
+    _check_tied(file, files, network)
     # Attach adapters with the ranks of the file, then copy the values.
     attach_ranks(
         network,
@@ -449,15 +448,11 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             key = keymap.keys[f"{layer}.weight"]
             ordered = [parts[hf] for hf in key.list_hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
-                raise CheckpointError(
-                    f"{folder / config_file.ADAPTER_WEIGHTS} has adapters on some experts of "
-                    f"{layer} only"
-                )
+                raise CheckpointError(f"{file} has adapters on some experts of {layer} only")
             a_matrices = [part[0] for part in ordered]
             b_matrices = [part[1] for part in ordered]
             with explain_read_errors(
-                f"{folder / config_file.ADAPTER_WEIGHTS}: the adapter of {layer} does not fit the "
-                "model",
+                f"{file}: the adapter of {layer} does not fit the model",
                 CheckpointError,
             ):
                 adapter.lora_a.copy_(torch.stack(a_matrices) if key.experts else a_matrices[0])
@@ -469,9 +464,9 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             stored = parameters_by_name[replaced[hf]]
             if values.shape != stored.data.shape:
                 raise CheckpointError(
-                    f"{folder / config_file.ADAPTER_WEIGHTS}: {hf} is {tuple(values.shape)}, the "
-                    f"model's {tuple(stored.data.shape)}: its vocabulary is another one; add the "
-                    "same tokens first"
+                    f"{file}: {hf} is {tuple(values.shape)}, the model's "
+                    f"{tuple(stored.data.shape)}: its vocabulary is another one; add the same "
+                    "tokens first"
                 )
             stored.data.copy_(values)
 

@@ -28,7 +28,7 @@ WEIGHTS = (
 def partition(
     source: str | Path, target: Path, num_stages: int, type: str | None = None
 ) -> list[int]:
-    """Write a model with one file per pipeline stage, and return the bytes of tensors in each file.
+    """Write a model with one file per pipeline stage, and return the size of each in bytes.
 
     `source` is a model directory or hub name, `target` is the folder to write, and `type` is the
     model family of the weights, by default the one in config.json. `transformers` and weft load the

@@ -217,13 +217,13 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
                 spellings = spellings_by_option.setdefault(target, [])
                 if spelling not in spellings:
                     spellings.append(spelling)
-    shown = {}
+    listed = {}
     for target, spellings in spellings_by_option.items():
         short_name = target.rsplit(".", 1)[-1]
         others = [spelling for spelling in spellings if spelling != short_name]
         if others:
-            shown[target] = others[:MAX_SHOWN_SPELLINGS]
-    return shown
+            listed[target] = others[:MAX_SHOWN_SPELLINGS]
+    return listed
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:

@@ -284,7 +284,7 @@ class ColumnView:
 
 
 class SideBySide:
-    """Chat with two models at once, each in its own conversation.
+    """Chat with two models at once, each in a separate conversation.
 
     Both models answer the lines that the user types.
     """

@@ -169,8 +169,8 @@ def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     for section in sections:
         keys = list(section.values)
         remainder = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
-        shown = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
-        yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {shown}"
+        listed_keys = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
+        yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {listed_keys}"
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:

@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_gguf(subcommands: Any) -> None:
-    """Add the parser of `weft convert gguf` to the subcommands `subcommands`."""
+    """Add the command `gguf` to the subcommands of `weft convert`."""
     export = subcommands.add_parser("gguf", help="export a language model to llama.cpp's format")
     export.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     export.add_argument(

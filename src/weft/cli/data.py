@@ -443,7 +443,7 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
     for path in (spec.train_path or spec.path, spec.valid_path):
         if path:
             titles[path] = path
-    # Scan the paths of the command line or, if there are none, those of the configuration.
+    # Scan the paths of the command line or, if there are none, the files of the configuration.
     for path, title in ({path: path for path in paths} or titles).items():
         located_rows = []
         for file in find_files(path):

@@ -85,8 +85,7 @@ def build_lesson_rows(
 ) -> list[dict[str, Any]]:
     """Return `times` rows per problem, each with a prompt and an answer that may be wrong.
 
-    The answers are those of an unreliable teacher: each is correct with probability
-    `TEACHER_ACCURACY`.
+    An unreliable teacher gives the answers: each is correct with probability `TEACHER_ACCURACY`.
     """
     generator = random.Random(seed)
     result: list[dict[str, Any]] = []

@@ -275,7 +275,7 @@ def _format_item(change: ItemChange, names: tuple[str, str]) -> Iterator[str]:
 def _format_text(label: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of a labelled text.
 
-    A long text is cut to its end, because that is where a prompt has the question.
+    Of a long text, only the end is shown, because a prompt ends with the question.
     """
     excerpt = text if len(text) <= MAX_TEXT_LENGTH else f"...{text[-MAX_TEXT_LENGTH:]}"
     for index, line in enumerate(excerpt.split("\n") or [""]):

@@ -233,8 +233,8 @@ def _build_tokenizer(
 ) -> bytes:
     """Return the content of tokenizer.json.
 
-    `pre_tokenizer`, `decoder` and `model` are the sections `pre_tokenizer`, `decoder` and `model`
-    of the file. `special` are the special tokens in `vocabulary`.
+    `pre_tokenizer`, `decoder` and `model` are sections of the file. `special` are the special
+    tokens in `vocabulary`.
     """
     flags = {
         "single_word": False,
@@ -369,7 +369,7 @@ def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
 
 
 def _can_write(path: Path, content: bytes) -> bool:
-    """Return whether `path` is free, or is a file with this content; links are not replaced."""
+    """Return whether `path` does not exist or is a file with this content; a link is neither."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content

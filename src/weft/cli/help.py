@@ -464,7 +464,10 @@ def list_groups(names: Iterable[str]) -> list[str]:
 
 
 def list_nested_groups(names: Iterable[str]) -> list[str]:
-    """Return all groups of dotted names, such as `actor` and `actor.optimizer`, in order."""
+    """Return all groups in dotted names, such as `actor` and `actor.optimizer`, without repeats.
+
+    They are in the order in which they first occur.
+    """
     groups: dict[str, None] = {}
     for name in names:
         parts = name.split(".")

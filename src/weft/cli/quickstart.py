@@ -148,7 +148,7 @@ def _run(
     *,
     supervise: bool,
 ) -> int:
-    """Build the configuration, run it or do what a flag asks for, and return the exit code.
+    """Build the configuration, run it or execute the action of a flag, and return the exit code.
 
     The run is started or, with `mode=slurm`, submitted as a job. With flags such as `--dry-run`,
     the configuration, the plan of the run or the script of the job is printed instead. `values` are
@@ -380,7 +380,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
 
 
 def list_flags() -> list[str]:
-    """Return the flags of `weft quickstart`, with those of the installed dialects."""
+    """Return the flags of `weft quickstart`, including the flags of installed dialects."""
     return [*FLAGS, *filter(dialects.is_flag_available, dialects.FILE_FLAGS)]
 
 

@@ -119,7 +119,7 @@ def list_run_urls(runs: Sequence[str], fileroot: str) -> list[str]:
 def remove_locks(runs: Sequence[str], urls: Sequence[str], *, is_confirmed: bool) -> int:
     """Remove the locks of runs in buckets, and return the exit code: 1 if the user declines.
 
-    `runs` are the names on the command line, and `urls` those of them that are in buckets. Raises
+    `runs` are the names on the command line, and `urls` are the URLs of the runs in buckets. Raises
     `ConfigError` if a run is not in a bucket, or if its process still runs on this machine.
     """
     if len(urls) < len(runs):

@@ -129,9 +129,8 @@ def build_stacked_options(
 ) -> tuple[dict[str, Any], str]:
     """Return the options and the training mode of the run that the sections `names` describe.
 
-    `assignments` are assignments that override the sections, and `folders` are additional folders
-    of sections. The mode is "sft", "rm" or "rl". If `mode` is None, it is guessed from the
-    sections' keys.
+    `assignments` override the sections, and `folders` are additional folders of sections. The mode
+    is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections' keys.
     """
     library = SectionLibrary.from_folders(folders)
     if mode:

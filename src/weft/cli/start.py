@@ -131,7 +131,7 @@ def _build_start_parser() -> argparse.ArgumentParser:
 
 
 def _apply_arguments(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
-    """Return the experiment with the settings of the command line in place of its own."""
+    """Return the experiment with the settings of the command line applied."""
     settings = {}
     for name in ("fileroot", "recover_mode"):
         if getattr(arguments, name) is not None:

@@ -226,9 +226,9 @@ class BucketFolder:
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         version = hashlib.sha256(f"{stamp.size} {stamp.version}".encode()).hexdigest()[:12]
-        incomplete = target.with_name(f".{target.name}.{version}{TEMPORARY}")
-        start = incomplete.stat().st_size if incomplete.exists() else 0
-        with incomplete.open("ab") as file:
+        partial = target.with_name(f".{target.name}.{version}{TEMPORARY}")
+        start = partial.stat().st_size if partial.exists() else 0
+        with partial.open("ab") as file:
             while start < stamp.size:
                 end = min(start + RANGE_BYTES, stamp.size)
                 contents = self.read_range(name, start, end)
@@ -236,11 +236,11 @@ class BucketFolder:
                     raise OSError(f"bytes {start:,} to {end:,} came as {len(contents):,} bytes")
                 file.write(contents)
                 start = end
-        if start != stamp.size or (stamp.md5 is not None and _compute_md5(incomplete) != stamp.md5):
-            incomplete.unlink()
+        if start != stamp.size or (stamp.md5 is not None and _compute_md5(partial) != stamp.md5):
+            partial.unlink()
             raise OSError("the copy differs from the file in the bucket; try again")
-        sync(incomplete)
-        rename(incomplete, target)
+        sync(partial)
+        rename(partial, target)
 
     def _get_path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -53,7 +53,7 @@ ANNOUNCED_BYTES = 1 << 28  # minimum size of a copy that is announced to the use
 
 
 def find_cache_folder() -> Path:
-    """Return the cache folder, which has copies and views of buckets, and runs being uploaded."""
+    """Return the cache folder for copies and views of buckets, and for runs that are uploaded."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder:
         return Path(folder).expanduser().absolute()
