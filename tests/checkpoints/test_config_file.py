@@ -1,4 +1,4 @@
-"""A config.json that cannot be used: the value, the rule, and first of all the file."""
+"""Invalid config.json files: the message begins with the file and has the value and the rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from weft.errors import CheckpointError
         ("anything", [float("nan")], ["x", {"a": 1}]),
     ],
 )
-def test_what_no_library_could_use(key: str, bad: list[Any], good: list[Any]) -> None:
+def test_values_that_no_model_can_have_are_refused(
+    key: str, bad: list[Any], good: list[Any]
+) -> None:
     assert [value for value in bad if find_problem(key, value) is None] == []
     assert [value for value in good if find_problem(key, value) is not None] == []
 

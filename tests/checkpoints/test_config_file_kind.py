@@ -1,4 +1,4 @@
-"""Which backend runs a model by its config.json."""
+"""Choice of the backend for a model from its config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings of a prefix say, and which are refused."""
+"""Settings of trained prefixes: values that are read, and values that are refused."""
 
 from __future__ import annotations
 

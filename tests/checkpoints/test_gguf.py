@@ -75,7 +75,7 @@ def converter(tmp_path: Path) -> Path:
     return script
 
 
-def test_what_to_run_where_the_converter_is_missing(
+def test_the_message_for_a_missing_converter_lists_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Model directories: what is read, what is refused and how it is said, what is written."""
+"""Model directories: reading, error messages, and writing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def equal(one: Transformer, other: Transformer) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-# -- there and back
+# -- round trips
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral"])
@@ -120,7 +120,7 @@ def test_tied_embeddings_stay_one_matrix(tmp_path: Path) -> None:
     assert "head.weight" not in find_canonical_values(network)
     write(tmp_path, network)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    # some checkpoints hold both
+    # some checkpoints have both
     change_weights(tmp_path, **{"lm_head.weight": network.embed.weight.detach().clone()})
     loaded = hf_io.load(tmp_path)
     assert loaded.projection.weight is loaded.embed.weight
@@ -176,7 +176,7 @@ def test_mean_pooling_is_remembered(tmp_path: Path) -> None:
     assert hf_io.load(tmp_path / "again", "score").pooling == "last"
 
 
-# -- from scratch
+# -- random initialization
 
 
 def test_new_weights_depend_on_seed_and_name_alone() -> None:
@@ -312,7 +312,7 @@ def test_what_is_written_says_what_it_is(tmp_path: Path) -> None:
 
 
 def edited(directory: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The directory with another header of its weights."""
+    """Change the header of the weight file in a directory, and return the directory."""
     file = directory / "model.safetensors"
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -351,7 +351,7 @@ def test_headers_whose_parts_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     "places", [{}, [], {NORM: 3}, {NORM: "../x.safetensors"}, {NORM: "/etc/passwd"}, {NORM: ""}]
 )
-def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
+def test_an_index_names_files_in_its_folder(places: Any, tmp_path: Path) -> None:
     write(tmp_path, tiny())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(CheckpointError, match=r"index.json"):

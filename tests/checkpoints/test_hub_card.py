@@ -1,4 +1,4 @@
-"""A model card as it is uploaded: with results of evaluations and the repository's name."""
+"""Model cards for uploads: results of evaluations, and the name of the repository."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_newest_results_of_a_task_count(tmp_path: Path) -> None:
     ]
 
 
-def test_results_of_the_run_are_those_of_its_policy(tmp_path: Path) -> None:
+def test_results_of_a_run_belong_to_its_policy(tmp_path: Path) -> None:
     run = tmp_path / "E" / "T"
     write_results(run / "eval" / "step4", "results_1.json", 1.0, acc=0.75)
     write_results(run / "eval" / "step8", "results_1.json", 1.0, acc=0.25)

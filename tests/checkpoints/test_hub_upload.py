@@ -1,4 +1,4 @@
-"""Which files of a model go to the hub, and the upload to a hub on this machine."""
+"""Choice of the files to upload, and an upload to a local stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_paths_of_this_machine_are_not_uploaded(tmp_path: Path) -> None:
     assert "/home/jo" not in "".join(planned.notes) and len(planned.notes) == 2
 
 
-def test_an_adapter_goes_as_an_adapter(tmp_path: Path) -> None:
+def test_an_adapter_is_uploaded_as_an_adapter(tmp_path: Path) -> None:
     planned = plan(write_model(tmp_path, adapter_of="o/base"))
     assert list(planned.sizes) == [
         *("README.md", "adapter_config.json", "adapter_model.safetensors"),
@@ -140,7 +140,7 @@ def test_an_upload_to_a_new_and_to_an_old_repository(tmp_path: Path, hub: HubSta
     files = stored.branches[MAIN]
     assert set(files) == set(plan(folder, merged=True).sizes)
     assert files["model.safetensors"] == b"model.safetensors"
-    # Weights and configurations of another upload must not stay beside the new ones.
+    # Weights and configurations of an earlier upload are removed.
     files["model-00001-of-00002.safetensors"] = b"old"
     files["notes.md"] = b"mine"
     send(plan(folder), revision="lora")

@@ -1,4 +1,4 @@
-"""`weft convert`: the really pretrained stories260K, and adapters merged into their base."""
+"""`weft convert`: the pretrained model stories260K, and adapters merged into their base."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_merged_is_adapted_and_not_the_base(name: str, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", attn_implementation="eager"
     )
-    # That the weights' sums are rounded is as one more term of each product.
+    # Rounding the sums of weights adds an error like one more term in each product.
     wide = copy.deepcopy(network).double()
     found = [logits(network), logits(merged), theirs(ROW[None]).logits[0]]
     assert_computed(found, lambda: 3 * [logits(wide)])

@@ -1,4 +1,4 @@
-"""What a name of a model stands for, and what is said of one that stands for nothing."""
+"""Names of models: the directory that each refers to, and messages for names without a model."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_the_newest_run_of_a_folder_of_runs(runs: Path) -> None:
         ("gpt2", "gpt2"),
     ],
 )
-def test_what_names_stand_for(runs: Path, given: str, path: str) -> None:
+def test_names_refer_to_directories(runs: Path, given: str, path: str) -> None:
     assert locate_model(given).path == path
 
 
-def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
+def test_the_role_selects_the_checkpoint_of_a_run_with_several(runs: Path) -> None:
     paths = {
         roles: locate_model("runs/e/ppo", ModelQuery(roles=roles)).path.split("/")[-2]
         for roles in (POLICIES, CRITICS)
@@ -118,7 +118,7 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
         ("a/b/c/d", r"no such file or directory; .* check the spelling"),
     ],
 )
-def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(
+def test_unknown_names_are_refused_with_the_rule_and_the_fix(
     runs: Path, given: str, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=r"^model\.path=.*" + message):
@@ -140,7 +140,7 @@ def test_a_model_of_the_cache_comes_before_a_run_of_its_name(
     )
 
 
-def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
+def test_a_resumed_run_keeps_its_initial_checkpoint(runs: Path) -> None:
     began = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step2")
     for given in ("runs/e/sft", "runs/e/sft@latest", "e/sft", str(runs / "e" / "sft")):
         assert locate_model(given, began).path == "runs/e/sft/checkpoints/model/step2"
@@ -155,7 +155,7 @@ def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
     gone = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step1")
     with pytest.raises(
         CheckpointError,
-        match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more",
+        match=r"began with runs/e/sft/checkpoints/model/step1, which no longer exists",
     ):
         locate_model("runs/e/sft", gone)
 
@@ -202,7 +202,7 @@ def test_a_run_without_a_best_checkpoint_says_how_to_get_one(best: Path) -> None
         locate_model("runs/e/sft@best")
 
 
-def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
+def test_latest_is_the_newest_run_with_a_suitable_role(runs: Path) -> None:
     for age, trial in enumerate(("empty", "rm", "ppo", "sft")):
         os.utime(runs / "e" / trial / "config.yaml", (1000.0 - age,) * 2)
     places = {
@@ -234,9 +234,7 @@ def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
         locate_model("latest:rew", ModelQuery("rew.path"))
 
 
-def test_a_name_that_is_nowhere_is_asked_for_once(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_hub_name_is_looked_up_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = list[tuple[str, str, str]]()
     monkeypatch.setattr(hub, "check_model", lambda *words: asked.append(words))

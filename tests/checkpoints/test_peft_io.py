@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: the same logits there and here, both ways."""
+"""Adapters in PEFT's files: PEFT and weft compute the same logits, in both directions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save_both(network: Transformer, directory: Path, whole: bool = False) -> tup
         network.config,
         network.kind,
         base=str(directory / "base"),
-        whole=whole,
+        save_embeddings=whole,
     )
     return directory / "base", directory / "adapter"
 
@@ -147,7 +147,7 @@ TIED = [
 
 
 def with_more_tokens(network: Transformer, rows: int) -> Transformer:
-    """The network with adapters and `rows` more tokens, every row of the embedding trained."""
+    """Return the network with adapters, `rows` more tokens, and a trained embedding."""
     config = replace(network.config, vocab_size=network.config.vocab_size + rows)
     grown = hf_io.init_random(config, network.kind, seed=3)
     lora.attach_ranks(
@@ -249,7 +249,7 @@ def test_a_reward_model_with_adapters(tmp_path: Path) -> None:
     )
     again = hf_io.load(base, "score")
     peft_io.load_adapter(adapter, again)
-    # the same parameters in the same operations
+    # The same parameters go through the same operations, so the results are equal.
     assert torch.equal(again(pack([ROW]), frozenset({"scores"}))["scores"], scores)
 
 
@@ -317,8 +317,8 @@ def test_merging_rounds_once_and_to_the_dtype_that_is_written(
             matrices[f"{layer}.{lora.B}"],
         )
         wanted = weight.double() + scale * (b.double() @ a.double())
-        # The sum of r products and an addition in `wide`, then a rounding to what is written: gamma
-        # of r + 2, half a unit.
+        # Error bound: gamma(r + 2) for a sum of r products and an addition, and half a unit in the
+        # last place for rounding to the saved dtype.
         size = weight.double().abs() + abs(scale) * (b.double().abs() @ a.double().abs())
         bound = (
             size * (a.shape[-2] + 4) * torch.finfo(wide).eps

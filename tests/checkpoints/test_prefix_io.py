@@ -1,4 +1,4 @@
-"""Prefixes in PEFT's files: the same logits there and here, both ways."""
+"""Prefixes in PEFT's files: PEFT and weft compute the same logits, in both directions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logits(network: Transformer) -> Tensor:
 
 
 def saved(directory: Path, name: str = "llama", head: Head = "lm") -> tuple[Path, Path]:
-    """(the model, the prefix)"""
+    """Return the directories (model, prefix)."""
     plain = tiny(name, head)
     hf_io.save(directory / "base", find_canonical_values(plain), plain.config, head)
     network = with_prefix(plain, head)
@@ -67,7 +67,7 @@ def test_weft_computes_what_peft_saved(tmp_path: Path) -> None:
     check(hf_io.load(tmp_path / "theirs"), wrapped)
 
 
-def test_a_reward_model_keeps_its_head_beside_the_prefix(tmp_path: Path) -> None:
+def test_a_reward_model_saves_its_head_with_the_prefix(tmp_path: Path) -> None:
     base, where = saved(tmp_path, head="score")
     module = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     head = hf_io.load(where, "score").score.weight.detach().clone()

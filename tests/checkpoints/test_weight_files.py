@@ -1,4 +1,4 @@
-"""Files of weights: every form that is read, and files whose bytes are not all accounted for."""
+"""Weight files: every readable format, and files with missing, shared or additional bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_both_forms_of_pickled_weights_are_read(
 
 
 class Harmful:
-    """Makes a file where it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ def test_a_pickled_file_that_is_cut_short_is_refused(
 
 
 def rewritten(content: bytes, change: Any) -> bytes:
-    """A safetensors file with another header; the bytes of its tensors stay."""
+    """Return the content of a safetensors file with a changed header and the same tensor bytes."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     change(header)
@@ -191,7 +191,7 @@ def _umask() -> int:
 
 
 def test_shards_are_written_with_one_tensor_in_memory(tmp_path: Path) -> None:
-    """Tensors of every size of element, also empty ones and scalars, in the order of a caller."""
+    """Element sizes, empty tensors and scalars are mixed; the file has another order."""
     wanted = {
         "odd": torch.arange(3, dtype=torch.int8),
         "b": torch.randn(5, 7).bfloat16(),

@@ -1,4 +1,4 @@
-"""Directories of runs as the runtime leaves them, written by hand: for the commands that list, show
+"""Directories of runs as the runtime writes them, for tests of the commands that list, show
 and remove runs.
 """
 
@@ -20,7 +20,7 @@ from weft.options import to_mapping
 def write_run(
     root: Path, name: str, *, status: str = "finished", step: int = 4, age: float = 0.0
 ) -> Path:
-    """An SFT run `EXPERIMENT/TRIAL` in `root`, last written `age` seconds ago."""
+    """Write an SFT run `EXPERIMENT/TRIAL` in `root` that was last changed `age` seconds ago."""
     folder = root / name
     experiment, trial = name.split("/")
     config = replace(SFTConfig(experiment_name=experiment, trial_name=trial), max_steps=8)

@@ -1,4 +1,4 @@
-"""Other spellings: Hugging Face's and older ones, each mapped once with a note."""
+"""Alternative spellings of options: each is translated to weft's option, with one note."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_rate_reaches_every_trained_role() -> None:
     assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (0.5, 0.5)
 
 
-def test_a_bare_resume_flag_takes_a_path_only_where_one_follows() -> None:
+def test_a_resume_flag_takes_the_next_word_only_if_it_is_a_path() -> None:
     assert parse_command_line(["sft", "--resume_from_checkpoint", "a=1"]).assignments == [
         "resume_from_checkpoint=true",
         "a=1",
@@ -157,7 +157,7 @@ def test_weft_names_bring_no_note() -> None:
         (GRPOConfig, ["advantages={hooks: []}"], "'advantages' is a host function"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(
+def test_spellings_without_a_translation_are_refused(
     base: type[RunConfig], words: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

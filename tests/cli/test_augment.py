@@ -1,4 +1,4 @@
-"""`weft data augment` on real trees and on what is wrong; its rows train a reward model."""
+"""`weft data augment` on real trees and with invalid input; its rows train a reward model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rows_that_a_reward_model_is_trained_on(
         (["--worse", "cut", "--reward", "x"], "--reward chooses among a model's answers"),
     ],
 )
-def test_what_is_wrong(words: list[str], wrong: str, tmp_path: Path) -> None:
+def test_invalid_input_is_refused(words: list[str], wrong: str, tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ConfigError, match=wrong):
         data.main(["augment", str(rows), "--out", str(tmp_path / "out.jsonl"), *words])

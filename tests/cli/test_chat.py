@@ -1,4 +1,4 @@
-"""`weft chat`: what it answers, keeps and saves; how it looks; what it refuses."""
+"""`weft chat`: answers, saved conversations, the display, and invalid input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Says:
-    """An engine whose every answer is the next of `texts`, cut at `max_new_tokens`."""
+    """Engine that answers with the next of `texts`, cut at `max_new_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
         self.tokenizer, self.texts = tokenizer, list(texts)
@@ -79,7 +79,7 @@ class Says:
 
 
 class Seen(ChatView):
-    """A terminal of 60 columns that a test writes to and reads."""
+    """Terminal of 60 columns, whose input and output are controlled by a test."""
 
     def __init__(self, *lines: str, interactive: bool = True) -> None:
         self.lines, self.interactive = list(lines), interactive
@@ -116,7 +116,7 @@ def test_a_conversation_has_a_history(chat_model: Path) -> None:
     assert chat.tokenizer.decode(engine.requests[1].prompt) == expected
 
 
-def test_retry_draws_anew_and_replaces_the_answer(chat_model: Path) -> None:
+def test_retry_samples_again_and_replaces_the_answer(chat_model: Path) -> None:
     chat, engine = talk(chat_model, Seen("Hello", "/retry"), "Hi!", "Hey!")
     assert [m["content"] for m in chat.messages] == ["Hello", "Hey!"]
     first, second = engine.requests
@@ -191,7 +191,7 @@ def test_a_blank_between_prompt_and_answer_is_kept(base_model: Path) -> None:
     assert chat.messages[1]["content"] == " upon a time"
 
 
-def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
+def test_an_empty_line_continues_a_cut_answer(chat_model: Path) -> None:
     view = Seen("Hello", "", "")
     spec = GenerationSpec(max_new_tokens=4)
     chat, engine = talk(chat_model, view, "Once upon a time", " in", spec=spec)
@@ -202,7 +202,7 @@ def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
     assert chat.messages[1]["content"] == chat.tokenizer.decode(chat.answer_ids, skip_special=True)
 
 
-def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
+def test_ctrl_c_keeps_the_tokens_sampled_so_far(chat_model: Path) -> None:
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
     view = Seen("Hello")
     engine = Says(tokenizer, "Once upon a time")
@@ -228,7 +228,7 @@ def test_set_changes_how_answers_are_sampled(chat_model: Path) -> None:
     assert (chat.spec.greedy, chat.spec.top_k, chat.spec.top_p, chat.spec.seed) == (True, 7, 1.0, 5)
 
 
-def test_commands_that_do_not_exist_say_what_is_near(chat_model: Path) -> None:
+def test_messages_for_unknown_commands_suggest_similar_ones(chat_model: Path) -> None:
     view = Seen("/rety", "/save", "/retry", "//slash", "/help", "/quit", "never read")
     chat, _ = talk(chat_model, view, "Yes.")
     assert "did you mean /retry" in view.text
@@ -252,7 +252,7 @@ def test_a_template_that_refuses_leaves_the_conversation_as_it_was(chat_model: P
         chat.run_until_end()
 
 
-# -- how it looks
+# -- display
 
 
 def test_text_is_wrapped_at_words_within_the_width() -> None:
@@ -296,7 +296,7 @@ def test_piped_answers_are_bare() -> None:
     assert shown.getvalue() == "a long answer that is not wrapped at all\n"
 
 
-# -- which model
+# -- choice of the model
 
 
 def run(words: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -387,7 +387,7 @@ def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
         lora.collect_scales(grown),
         config,
         base=str(base),
-        whole=True,
+        save_embeddings=True,
     )
     return logits(grown, torch.tensor([5, 6, config.vocab_size - 1]))
 
@@ -506,7 +506,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert message in seen.err and "Traceback" not in seen.err
 
 
-def test_a_folder_of_runs_stands_for_its_newest_one(
+def test_a_folder_of_runs_means_its_newest_run(
     chat_model: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -528,7 +528,7 @@ def test_a_reward_model_does_not_talk(chat_model: Path, tmp_path: Path) -> None:
         chat_command.main([str(tmp_path)])
 
 
-def test_wrong_settings_are_told_before_anything_is_loaded() -> None:
+def test_invalid_settings_are_reported_before_a_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="max_new_tokens=0"):
         chat_command.main(["absent", "--max-new-tokens", "0"])
 
@@ -566,7 +566,7 @@ def test_a_message_longer_than_the_context_is_refused_and_forgotten(chat_model: 
     assert [m["content"] for m in chat.messages] == ["Hi", "Yes?"]
 
 
-def test_without_history_every_message_stands_alone(chat_model: Path) -> None:
+def test_without_history_each_message_is_answered_separately(chat_model: Path) -> None:
     _, engine = talk(
         chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.", history=False
     )

@@ -1,4 +1,4 @@
-"""`weft chat A B`: two conversations, one user."""
+"""`weft chat A B`: conversations with two models at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_model_has_its_own_history(model: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_answers_stand_side_by_side_where_there_is_room(model: Path, width: int) -> None:
+def test_answers_are_side_by_side_in_wide_terminals(model: Path, width: int) -> None:
     view = Seen("Hello", "/help")
     talk(model, view, (["Once upon a time"], ["What is two"]), width)
     lines = [line.rstrip() for line in view.text.splitlines()]

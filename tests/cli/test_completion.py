@@ -1,4 +1,4 @@
-"""Completion in the shells themselves."""
+"""Completion in bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.cli.runs import write_run
 from weft.cli import completion
 from weft.cli.completion import SHELLS, main
 
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x07\x08\r]")  # what moves the cursor and colours
-SECONDS = 60.0  # for an answer of a busy machine
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x07\x08\r]")  # control sequences of terminals
+SECONDS = 60.0  # time limit for completions on a busy machine
 
 
 def slow(*values: object) -> object:
@@ -28,7 +28,7 @@ def slow(*values: object) -> object:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """A folder with a run, and a `weft` of this source on the path."""
+    """Return a folder with a run, with this source's `weft` on the PATH."""
     write_run(tmp_path / "runs", "first/sft")
     program = tmp_path / "bin" / "weft"
     program.parent.mkdir()
@@ -106,7 +106,7 @@ def test_fish(line, offered, home):
     ],
 )
 def test_zsh(typed, line, home):
-    """Typed at a terminal: zsh completes nowhere else."""
+    """Keys are typed into a terminal, because zsh completes only there."""
     needs("zsh")
     (home / "_weft").write_text((completion.SCRIPTS / "weft.zsh").read_text())
     child, terminal = pty.fork()
@@ -125,7 +125,7 @@ def test_zsh(typed, line, home):
 
 
 def read_until(terminal: int, text: str) -> str:
-    """What the terminal shows, until `text` is there or nothing more comes."""
+    """Return the output of the terminal until it has `text` or ends."""
     shown, end = "", time.monotonic() + SECONDS
     while text not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 1.0)[0]:

@@ -1,4 +1,4 @@
-"""What completion offers: commands, options by their dots, values, sections, runs and files."""
+"""Candidates for completion: commands, options level by level, values, sections, runs and files."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_values(folder):
     )
 
 
-def test_flags_and_what_follows_them(folder):
+def test_flags_and_their_values(folder):
     assert {"--config", "--configs", "--config-dir"} <= set(words("quickstart", "sft", "--co"))
     assert words("quickstart", "sft", "--cfg", "") == ["job"]
     assert words("quickstart", "ppo", "--help", "ppo") == ["ppo", "ppo.gen"]
@@ -137,7 +137,7 @@ class Mine(SFTConfig):
 """
 
 
-def test_user_code_is_read_and_run_only_where_that_is_cheap(folder):
+def test_user_code_is_imported_only_if_it_is_cheap(folder):
     (folder / "light.py").write_text(MINE.format(name="test-light", heavy=""))
     (folder / "heavy.py").write_text(MINE.format(name="test-heavy", heavy="import torch"))
     given = ["quickstart", "--import", "light.py", "--import", "heavy.py"]

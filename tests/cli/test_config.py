@@ -27,7 +27,7 @@ def test_ls_names_file_and_keys(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "ls", "zzz"]) == 2
 
 
-def test_ls_begins_with_recipes_and_what_each_is_for(
+def test_ls_begins_with_recipes_and_their_purposes(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "configs").mkdir()
@@ -49,7 +49,7 @@ def test_ls_begins_with_recipes_and_what_each_is_for(
     assert "sections" not in capsys.readouterr().out
 
 
-def test_cp_keeps_comments_and_what_an_anchor_brings(here: Path) -> None:
+def test_cp_keeps_comments_and_the_values_of_anchors(here: Path) -> None:
     text = "a: &a\n  seed: 1  # one\n\n# the next\nb:\n  <<: *a\n  dtype: fp32\n"
     (here / "configs").mkdir()
     (here / "configs" / "a.yaml").write_text(text)
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_error(
     said = capsys.readouterr()
     assert "configs/bad.yaml:" in said.err and "configs/odd.yaml:2" in said.err
     assert "configs/good.yaml:1: mine-good is valid for sft" in said.out
-    # a run does not go past it: the file may hold another section of the same name
+    # A run stops at this error, too: the file may have another section with the same name.
     assert (
         main(["config", "show", "pythia-1b"]) == 2 and "configs/bad.yaml" in capsys.readouterr().err
     )
@@ -187,5 +187,5 @@ def test_validate_takes_a_stack(here: Path, capsys: pytest.CaptureFixture[str]) 
         ["show", "grpo-gsm8k-qwen3-8b", "--for", "sftt"],
     ],
 )
-def test_what_cannot_be_done_is_exit_2(words: list[str]) -> None:
+def test_invalid_input_has_exit_code_2(words: list[str]) -> None:
     assert main(["config", *words]) == 2

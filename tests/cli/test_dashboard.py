@@ -1,4 +1,4 @@
-"""`weft dashboard`: who may ask, what they get, and how it ends."""
+"""`weft dashboard`: access, answers, and the end of the server."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_path_reaches_the_file_system(runs: Path, target: str) -> None:
         (["{folder}", "--port", "70000"], "65535"),
     ],
 )
-def test_what_cannot_be_used_is_exit_2(
+def test_invalid_input_has_exit_code_2(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -108,7 +108,7 @@ def test_what_cannot_be_used_is_exit_2(
     assert told in capsys.readouterr().err
 
 
-def test_a_taken_port_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = open_server(Dashboard(runs), "token", 0)
     assert main(["dashboard", str(runs), "--port", str(server.server_address[1])]) == 2
     assert "choose another port" in capsys.readouterr().err

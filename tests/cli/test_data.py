@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A file of rows, and the options that every command here gets."""
+    """Return a file of rows, and the options of all commands in these tests."""
     build_small_tokenizer().save(tmp_path / "tokenizer")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return [
@@ -38,9 +38,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_inspect_shows_what_is_trained(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_marks_trained_tokens(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *words, "-n", "2"]) == 0
     shown = capsys.readouterr().out
     assert (
@@ -55,7 +53,7 @@ def test_inspect_shows_what_is_trained(
 
 
 def test_inspect_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every byte is a token, messages are written as chatml does, and the note says so."""
+    """Every byte is a token, messages use the template chatml, and a note says so."""
     turns = [("user", "Hi"), ("assistant", "\u00e9!")]
     (tmp_path / "chat.jsonl").write_text(
         json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]})
@@ -309,7 +307,7 @@ def test_phrases_are_sought_in_answers_alone() -> None:
         (["counts", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_used(argv: list[str], wrong: str) -> None:
+def test_invalid_input_is_refused(argv: list[str], wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
         main(argv)
 

@@ -1,4 +1,4 @@
-"""The demo's preference pairs: the right sum over a wrong one, on training problems only."""
+"""Preference pairs of the demo: a correct and a wrong sum, only for training problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.cli import demo as task
 
 
 def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_path: Path) -> None:
-    training, held_out = task.draw_problems(seed=1, held_out=200)
+    training, held_out = task.draw_problems(seed=1, num_held_out=200)
     first = training[0]
     samples = [first.answer + "</s>", "7</s>", "7</s>", ""]
     generations = task.write_rows(

@@ -1,4 +1,4 @@
-"""The demo's line for a run."""
+"""Progress line of a run in the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft eval submit` as it is typed."""
+"""`weft eval submit` on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInClients:
 
 @pytest.fixture(autouse=True)
 def harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace lm_eval's own tasks, which take seconds to read, by one."""
+    """Replace lm_eval's tasks, which take seconds to read, by a single task."""
 
     def open_manager(include_path: list[Path], include_defaults: bool = True) -> Any:
         own = [Path.cwd().parent / "harness"] if include_defaults else []
@@ -54,7 +54,7 @@ def list_files() -> list[str]:
 
 
 def read_suite(path: str) -> list[str]:
-    """The words after `eval suite` of a script with one command."""
+    """Return the words after `eval suite` in a script with one command."""
     words = shlex.split(Path(path).read_text().splitlines()[-1])
     return words[words.index("suite") + 1 :]
 
@@ -116,7 +116,7 @@ def test_the_host_reads_a_folder_that_is_not_uploaded(clients: StandInClients) -
         ),
     ],
 )
-def test_what_tasks_need(words: list[str], suite: list[str], secrets: list[str]) -> None:
+def test_needs_of_tasks(words: list[str], suite: list[str], secrets: list[str]) -> None:
     assert submit(*words) == 0
     file = "eval-jobs/tulu/tulu.slurm.sh"
     results = str(Path("eval-jobs/tulu/results").absolute())
@@ -130,7 +130,7 @@ def test_tasks_of_one_s_own(capsys: pytest.CaptureFixture[str]) -> None:
     write_task(Path("tasks"), "sums")
     assert submit("--tasks", "sums,ifeval", "--", "--include_path", "tasks") == 0
     assert submit("--tasks", "tasks/sums.yaml") == 0
-    # Beaker's job has other files
+    # Jobs on Beaker have other files.
     assert submit("--workspace", "o/w", "--tasks", "sun", "--", "--include_path", "/data") == 0
     assert submit("--workspace", "o/w", "--tasks", "/data/sun.yaml") == 0
     assert submit("--workspace", "o/w", "--tasks", "sun") == 2
@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_here(
 ) -> None:
     assert submit("--print", location="/net/m") == 0
     assert "note: /net/m is not on this machine" in capsys.readouterr().err
-    assert submit(location="/net/m") == 2  # sbatch is here, and its jobs see the same files
+    assert submit(location="/net/m") == 2  # sbatch is installed, and its jobs read the same files
     assert "--location /net/m: there is no such folder" in capsys.readouterr().err
     assert submit("--workspace", "o/w", location="/net/m") == 0
 
@@ -222,7 +222,7 @@ def test_bad_input_is_one_message_and_nothing_is_written(
         ),
     ],
 )
-def test_what_is_missing(
+def test_missing_options_are_reported(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", "submit", *words]) == 2
@@ -247,7 +247,7 @@ def test_the_checkpoint_of_a_run_is_noted(capsys: pytest.CaptureFixture[str]) ->
     assert f"eval suite {step.absolute()} --tasks arc_easy" in read.out
 
 
-def test_what_a_job_may_lack_is_noted(
+def test_notes_name_data_and_settings_that_a_job_may_lack(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(Path.cwd()))

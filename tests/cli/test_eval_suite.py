@@ -56,7 +56,7 @@ def test_without_a_chat_template_nothing_is_loaded(
 def test_two_models_and_their_result_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Results lie in the models' folders, where the harness' own tools find them."""
+    """Results are in the models' folders, where the harness' tools find them."""
     folder = write_tasks(tmp_path / "tasks")
     models = [make_llama(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
     words = ["eval", "suite", *map(str, models), "--include_path", str(folder), "--limit", "4"]
@@ -71,7 +71,7 @@ def test_two_models_and_their_result_files(
     assert [each.split("_2")[0] for each in samples] == ["samples_choices", "samples_continued"]
     caches = list((tmp_path / "cache").glob("*.db"))
     assert len(caches) == 2, "each model has its own answers"
-    # The second time, all answers come from the cache; the results have their own folders.
+    # In the second evaluation, all answers come from the cache; the results are in other folders.
     assert main([*words, "--tasks", "choices", *cache, "--output", str(tmp_path / "out")]) == 0
     again = read_results(tmp_path / "out" / "a", "")
     assert again["results"]["choices"] == first["results"]["choices"]
@@ -81,6 +81,6 @@ def test_two_models_and_their_result_files(
 
 
 def read_results(folder: Path, below: str = "eval") -> dict:
-    """The only result file in a folder."""
+    """Return the content of the only result file in a folder."""
     (file,) = (folder / below).glob("results_*.json")
     return json.loads(file.read_text())

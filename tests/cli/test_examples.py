@@ -17,7 +17,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 
 
-def test_it_writes_what_it_says_and_the_command_is_right(tmp_path, monkeypatch, capsys):
+def test_the_listed_files_are_written_and_the_command_is_valid(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["write", "data"]) == 0
     out = capsys.readouterr().out

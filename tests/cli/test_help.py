@@ -1,4 +1,4 @@
-"""`--help`: the options that people set first, all of them on request, and a way to each of them."""
+"""`--help`: the common options, all options, groups of options, and suggestions."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_groups_and_words():
         page("ppo", "zzzz")
 
 
-def test_other_spellings_stand_beside_the_options():
+def test_other_spellings_are_listed_with_the_options():
     assert "also: learning_rate" in " ".join(page("sft").split())
     spelled = map_spellings(PPOConfig())
     assert spelled["actor.optimizer.lr"] == spelled["critic.optimizer.lr"] == ["learning_rate"]
@@ -162,7 +162,7 @@ def test_weft_alone_groups_its_commands(capsys):
 @pytest.mark.parametrize("name", sorted({*weft.COMMANDS} - {"demo", "dashboard"}))
 def test_every_command_alone_says_how_it_is_used(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    alone = {"ls"}  # what lists needs nothing
+    alone = {"ls"}  # commands that need no arguments
     code = _exit_code([name])
     assert code == 2 or name in alone
     shown = "".join(capsys.readouterr())

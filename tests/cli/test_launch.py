@@ -34,7 +34,7 @@ TRAINING = ["--", "quickstart", "sft", "experiment_name=e", "trial_name=t"]
 
 @pytest.fixture
 def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInPod:
-    """A pod of two hosts, whose gcloud is the only one on the path."""
+    """Return a pod of two hosts; the stand-in for gcloud is the only gcloud on the PATH."""
     stand_in = StandInPod(tmp_path, hosts=2)
     monkeypatch.setenv("PATH", stand_in.path)
     monkeypatch.chdir(tmp_path)
@@ -56,13 +56,13 @@ def answer(pod: StandInPod, *reports: dict[str, object], verb: str = "ssh") -> N
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one message on standard error."""
+    """Return the only message on standard error."""
     message = capsys.readouterr().err
     assert message.startswith("error: ") and len(message.splitlines()) == 1, message
     return message
 
 
-# -- what a newcomer types
+# -- command lines of newcomers
 
 
 def test_alone_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_print_only_prints(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also on a machine without gcloud."""
+    """The commands are also printed on a machine without gcloud."""
     monkeypatch.setenv("PATH", str(pod.folder))
     assert weft.main(tpu_command(words[0], "--print", *words[1:])) == 0
     captured = capsys.readouterr()
@@ -169,7 +169,9 @@ def test_print_only_prints(
     assert pod.calls == []
 
 
-def test_what_is_printed_is_what_runs(pod: StandInPod, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_commands_equal_executed_ones(
+    pod: StandInPod, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer(pod, {}, {})
     assert weft.main(tpu_command("clean")) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -314,7 +316,7 @@ def test_the_only_host_of_a_pod_is_not_marked(
 def test_the_exit_code_of_run_is_that_of_the_first_host_that_fails(
     pod: StandInPod, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # The stand-in's hosts run one after the other.
+    # The hosts of the stand-in run one after the other.
     assert weft.main(tpu_command("run", "--", "sh", "-c", "exit $((4 - TPU_WORKER_ID))")) == 4
     assert capfd.readouterr().err == (
         "pod tulu: the command failed on worker 0 (exit code 4), 1 (exit code 3)\n"
@@ -406,7 +408,7 @@ def test_gcloud_is_missing(
 def test_a_worker_that_ssh_does_not_reach_is_named(
     verb: str, pod: StandInPod, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """gcloud's exit code is 0 here, as in some of its versions."""
+    """The exit code of gcloud is 0, as in some of its versions."""
     pod.lose(1)
     assert weft.main(tpu_command(verb, *(TRAINING if verb == "start" else []))) == 2
     message = error_of(capsys)
@@ -429,7 +431,7 @@ def test_a_worker_that_the_pod_lacks(pod: StandInPod, capsys: pytest.CaptureFixt
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small tree in place of weft's own sources."""
+    """Replace weft's sources by a small tree."""
     (tmp_path / "tree" / "src" / "weft").mkdir(parents=True)
     (tmp_path / "tree" / "src" / "weft" / "new.py").touch()
     (tmp_path / "tree" / "pyproject.toml").touch()
@@ -439,7 +441,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_install_copies_the_sources(
     pod: StandInPod, sources: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The hosts run the script: a stand-in for uv notes what it would install."""
+    """Hosts run the script; a stand-in for uv records what it would install."""
     for number in range(2):
         pod.write_program(
             pod.folder / "bin" / "python3",
@@ -523,7 +525,7 @@ def test_check_names_the_host_that_differs(
     captured = capsys.readouterr()
     assert captured.err == "error: pod tulu: worker 2: device files 0, the others have 4\n"
     assert "worker 2 (w-2): device files 0" in captured.out
-    # JAX is asked only if the hosts agree so far: it would wait for the broken one.
+    # JAX runs only if the hosts agree so far, since it would wait for the broken host.
     assert pod.verbs == ["describe", *["ssh"] * (1 + stage)]
 
 
@@ -626,7 +628,7 @@ def test_logs_of_a_lost_worker(
     assert "ssh cannot reach the host" in captured.err
 
 
-def test_stop_shows_what_still_holds_the_devices(
+def test_stop_shows_processes_that_still_hold_the_devices(
     pod: StandInPod, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(pod, {"text": "stopped process 1"}, {"text": "stopped process 2"})
@@ -645,7 +647,7 @@ def test_stop_shows_what_still_holds_the_devices(
 def test_a_run_on_two_hosts_from_start_to_stop(
     pod: StandInPod, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands of the hosts run here, each in a home directory of its own."""
+    """Run the commands of the hosts here, each with another home directory."""
     for number in range(2):
         (pod.home(number) / "wait.py").write_text(
             "import os, time\nprint('coordinator', os.environ['WEFT_JAX_COORDINATOR'], flush=True)\n"

@@ -1,4 +1,4 @@
-"""`weft logs`: one process, several, none; following."""
+"""`weft logs`: runs with one process, several or none, and `--follow`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_first_failure_comes_first(run: Path, capsys: pytest.CaptureFixture[
 def test_following_ends_with_the_run(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run writes after the first look at its files, and ends after the second."""
+    """The run writes after the first poll of its files, and ends after the second."""
     lock, looks = RunLock(run), 0
     lock.take()
     (run / "log.txt").write_text("begins\n")

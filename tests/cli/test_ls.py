@@ -99,7 +99,7 @@ def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):
         write_run(tmp_path, f"demo-2/{trial}", age=100.0 if trial != "grpo" else 10.0)
     (tmp_path / "demo-2" / "material").mkdir()
     (tmp_path / "demo-2" / "material" / "rows").write_bytes(b"r" * 500_000)
-    write_run(tmp_path, "demo/mine")  # a user's own: there is no material
+    write_run(tmp_path, "demo/mine")  # a user's own run: the folder has no material
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("demo-2") == 2 and "demo/mine" in out
@@ -118,9 +118,7 @@ def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
-def test_what_is_out_of_range_stands_below_the_list_and_takes_the_place_of_the_tick(
-    tmp_path, capsys
-):
+def test_flagged_runs_are_explained_below_the_table_and_marked_in_it(tmp_path, capsys):
     run = write_run(tmp_path, "e/bad", step=20)
     rows = [{"step": n, "train/loss": 1.0 + n} for n in range(1, 21)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

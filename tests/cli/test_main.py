@@ -1,4 +1,4 @@
-"""The command `weft`: help, exit codes, messages; what a wrong command line costs and says."""
+"""The command `weft`: help, exit codes, and the messages and cost of invalid command lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICKSTARTS = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model directory (config and weights by name) and rows."""
+    """Return a working directory with a model directory and rows."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
         json.dumps({"model_type": "llama", "vocab_size": 100})
@@ -94,7 +94,7 @@ def test_a_wrong_setting_fails_before_torch_is_loaded(folder: Path) -> None:
     assert done.stderr.strip().splitlines()[-1] == "[] 2"
 
 
-def test_cfg_job_prints_what_a_run_would_use(
+def test_cfg_job_prints_the_configuration_of_a_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = sft("learning_rate=1e-5", "trial_name=1.10", "dataset.args.k=v")
@@ -228,7 +228,7 @@ def test_wrong_input_is_exit_2_with_one_message(
 
 
 @pytest.mark.parametrize("missing", ["model.path", "dataset.train_path"])
-def test_what_is_missing_is_named(
+def test_missing_arguments_are_named(
     missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word for word in sft() if not word.startswith(f"{missing}=")]
@@ -301,7 +301,7 @@ def test_unknown_flags_name_the_nearest(folder: Path, capsys: pytest.CaptureFixt
     assert weft.main(["quickstart", "sft", "--import"]) == 2
 
 
-def test_quickstart_alone_lists_what_there_is(
+def test_quickstart_without_a_name_lists_the_quickstarts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert weft.main(["quickstart"]) == 2
@@ -397,7 +397,7 @@ def test_a_line_about_a_stop_is_broken_between_words(
         (["per_device_train_batchsize=3"], "did you mean per_device_train_batch_size"),
     ],
 )
-def test_what_people_type_is_led_to_what_weft_takes(
+def test_common_mistakes_get_the_right_hint(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert weft.main(["quickstart", "sft", *words]) == 2
@@ -409,7 +409,7 @@ def test_what_people_type_is_led_to_what_weft_takes(
 def test_output_that_nobody_reads_is_no_error(
     words: list[str], buffered: str, tmp_path: Path
 ) -> None:
-    """As in `weft ... | head -0`, and with the errors going there too."""
+    """Output is piped as in `weft ... | head -0`, with and without standard error."""
     code = f"from weft.cli.main import main\nraise SystemExit(main({words!r}))"
     for errors in (subprocess.PIPE, subprocess.STDOUT):
         reader, writer = os.pipe()
@@ -434,7 +434,7 @@ def test_output_that_nobody_reads_is_no_error(
             )
 
 
-def test_a_broken_connection_is_told_where_the_output_is_read(
+def test_a_broken_connection_is_reported_if_the_output_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_words: object) -> int:

@@ -107,7 +107,7 @@ SPECIAL = ("pipe", "device", "folder", "loop")
 
 
 def damage(run: Path, name: str, kind: str) -> None:
-    """Put something unusable in place of a file of a run."""
+    """Replace a file of a run by something unusable."""
     path = run / name
     path.unlink(missing_ok=True)
     content = CONTENTS.get(name, {}).get(kind)
@@ -137,7 +137,7 @@ def good(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_file_keeps_no_command_waiting(
+def test_commands_do_not_wait_for_pipes_and_devices(
     good: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = good.parent.parent
@@ -155,7 +155,7 @@ def test_damaged_files_hide_no_run(
 
 
 def _shown(root: Path, runs: list[Path], more: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """All commands end with 0, and list every run that has a file left."""
+    """All commands exit with 0, and list every run that has a readable file."""
     assert main(["ls", str(root)]) == 0, capsys.readouterr().err
     listed = capsys.readouterr().out
     assert "e/good" in listed and all(f"bad/{run.name}" in listed for run in runs)
@@ -178,7 +178,7 @@ def _shown(root: Path, runs: list[Path], more: str, capsys: pytest.CaptureFixtur
     capsys.readouterr()
 
 
-def test_the_steps_of_a_damaged_run_are_those_that_can_be(
+def test_valid_steps_of_a_damaged_run_are_shown(
     good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = good.parent.parent

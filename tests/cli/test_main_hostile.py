@@ -189,7 +189,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ends_well(words: list[str], *names: str) -> None:
-    """The command ends with 0, or with 2 and a message that holds one of the names."""
+    """Check that the command exits with 0, or with 2 and a message with one of the names."""
     told = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
         code = main(words)
@@ -201,7 +201,7 @@ def ends_well(words: list[str], *names: str) -> None:
 
 
 def few(examples: int) -> Callable[[Any], Any]:
-    """So many examples, the same ones every time."""
+    """Return settings for this many examples, the same in every run."""
     return settings(
         max_examples=examples,
         derandomize=True,
@@ -293,7 +293,7 @@ def templates(examples: int) -> None:
 
 
 def headers(root: Path, examples: int) -> None:
-    """What a mutated header says is refused, or is read as it stands."""
+    """A mutated header is refused, or its values are read."""
     raw = (root / "model" / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     folder = root / "weights"

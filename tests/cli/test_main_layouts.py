@@ -31,7 +31,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(material: Path, fileroot: Path, name: str, *words: str) -> list[dict[str, Any]]:
-    """The numbers of three steps."""
+    """Return the metrics of three steps."""
     common = [
         f"fileroot={fileroot}",
         "experiment_name=e",
@@ -54,7 +54,7 @@ def log(fileroot: Path) -> str:
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Of float64 runs whose sums were made in another order."""
+    """Compare metrics of float64 runs, whose sums may be computed in another order."""
     for ours, theirs in zip(found, expected, strict=True):
         for line in (ours, theirs):
             line.pop("train/expert_load", None)  # each rank measures its own tokens

@@ -39,7 +39,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(material: Path, tmp_path: Path, name: str, *words: str) -> tuple[Path, dict[str, Any]]:
-    """(the run's directory, its last line) of two steps."""
+    """Run two steps, and return (directory of the run, its last metrics)."""
     common = [
         "experiment_name=e",
         "trial_name=t",
@@ -67,7 +67,7 @@ def run(material: Path, tmp_path: Path, name: str, *words: str) -> tuple[Path, d
 
 
 def under(line: dict[str, Any], node: str) -> set[str]:
-    """The metrics of a node."""
+    """Return the metrics of a node."""
     return {key.removeprefix(f"{node}/") for key in line if key.startswith(f"{node}/")}
 
 

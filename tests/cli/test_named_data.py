@@ -1,4 +1,4 @@
-"""`weft data counts --datasets`, `lengths`, `scan` and whole runs on datasets known by name."""
+"""`weft data counts --datasets`, `lengths`, `scan` and runs on named datasets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.testing.datasets import build_small_tokenizer
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """Copies of gsm8k and vicuna in the cache's folder, and a tokenizer."""
+    """Write copies of gsm8k and vicuna to the cache, and a tokenizer."""
     rows = [{"question": f"q{i}", "answer": "a" * (i + 1)} for i in range(10)]
     talk = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "As an AI model, well"}]
     for name, file, found in (
@@ -73,7 +73,7 @@ def test_counts_are_a_table_and_csv(here: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[1].split() == ["gsm8k", "10", "0", "10"]
 
 
-def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
+def test_missing_datasets_are_named_and_downloaded_only_with_yes(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(entry: Any, cache: Path) -> Path:
@@ -188,7 +188,7 @@ def run(tmp_path: Path, name: str, *words: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_runs_on_real_samples_by_name(model: Path, data_dir: Path, tmp_path: Path) -> None:
-    """sft, a reward model and PPO, each with a mixture by name and validation by dataset."""
+    """SFT, a reward model and PPO use mixtures of named datasets, with validation per dataset."""
     trees, pairs = (
         data_dir / "oasst" / "en_100_tree.jsonl",
         data_dir / "hh_rlhf" / "harmless-base_test.jsonl.gz",

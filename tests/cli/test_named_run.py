@@ -1,4 +1,4 @@
-"""What a run is called that nobody has named, and which unfinished run goes on in its place."""
+"""Names of runs without a name, and unfinished runs that are continued in their place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SFTConfig:
 
 
 def leave(config: SFTConfig, trial: str, status: Any) -> RunDirectory:
-    """What a run of the configuration leaves that has come to `status`."""
+    """Write the files of a run of the configuration with the status `status`."""
     experiment = build_experiment(replace(config, experiment_name="my-recipe", trial_name=trial))
     directory = RunDirectory.from_control(experiment.control)
     directory.write_config(experiment.resolve())
@@ -40,7 +40,7 @@ def chosen(config: SFTConfig) -> tuple[str, str | None]:
     return named.trial_name, told
 
 
-def test_the_first_run_and_those_after_finished_ones_have_the_next_number(
+def test_new_runs_get_the_next_number(
     config: SFTConfig,
 ) -> None:
     assert chosen(config) == ("1", "this run is runs/my-recipe/1")
@@ -50,7 +50,9 @@ def test_the_first_run_and_those_after_finished_ones_have_the_next_number(
     assert chosen(config) == ("10", "this run is runs/my-recipe/10")
 
 
-def test_the_newest_unfinished_run_of_the_same_configuration_goes_on(config: SFTConfig) -> None:
+def test_the_newest_unfinished_run_of_the_same_configuration_is_continued(
+    config: SFTConfig,
+) -> None:
     for trial in ("1", "2"):
         leave(config, trial, "stopped")
     leave(replace(config, seed=5), "3", "failed")

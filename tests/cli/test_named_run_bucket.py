@@ -1,4 +1,4 @@
-"""Commands that look at runs in a bucket, and the one that removes a lock."""
+"""Commands that show runs in a bucket or remove their locks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = "memory://b/runs"
 
 @pytest.fixture(autouse=True)
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BucketFolder:
-    """A bucket with two runs."""
+    """Return a bucket with two runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     fsspec.filesystem("memory").store.clear()
@@ -108,7 +108,7 @@ def test_ls_counts_the_files_in_the_bucket(
     ],
     ids=lambda words: "-".join(words),
 )
-def test_what_does_not_work_with_buckets(
+def test_commands_for_local_runs_refuse_buckets(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], bucket: BucketFolder
 ) -> None:
     before = bucket.list_files()

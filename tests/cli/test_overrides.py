@@ -1,4 +1,4 @@
-"""Command lines and YAML files become nested values, in Hydra's grammar."""
+"""Parsing of command lines in Hydra's grammar and of YAML files to nested values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_hydras_grammar(words: list[str], expected: dict[str, Any]) -> None:
         ("a=[b=1,]", "quote"),
     ],
 )
-def test_what_cannot_be_read_is_said(word: str, message: str) -> None:
+def test_messages_for_unreadable_words(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overrides.parse([word])
 
@@ -154,7 +154,7 @@ def test_a_file_that_holds_no_options_is_an_error(tmp_path: Path, text: str) -> 
         overrides.read_file(str(file))
 
 
-def test_an_option_set_to_several_values_is_told() -> None:
+def test_an_option_set_to_several_values_is_reported() -> None:
     def told(*words: str) -> list[str]:
         return overrides.describe_repeated(overrides.parse(words))
 

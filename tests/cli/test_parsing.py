@@ -1,4 +1,4 @@
-"""How commands read their words."""
+"""Parsing of the arguments of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft plan`: `realloc`'s table, its JSON, and layouts that cannot be; `search`."""
+"""`weft plan realloc` (table, JSON and invalid layouts), `search`, and invalid input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.registry import families
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory with a config.json and no weights."""
+    """Return a directory with a config.json and no weights."""
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", **families.get("llama").tiny})
     )
@@ -46,7 +46,7 @@ def size_of_tiny(itemsize: int) -> int:
 
 
 def test_of_a_model_directory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """d1 on device 0 to d2 on 4 and 5, another node: two whole copies cross."""
+    """From d1 on device 0 to d2 on devices 4 and 5 of another node, two copies are sent."""
     words = (
         "d1",
         "d2",
@@ -74,7 +74,7 @@ def test_of_a_model_directory(model: Path, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_what_is_there_is_kept_or_copied(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_present_shards_are_kept_or_copied(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "d2", "d2", "--model", str(model))
     assert [row["kept"] for row in found["ranks"]] == [size_of_tiny(2)] * 2 and found["sent"] == 0
     found = planned(capsys, "d2f2", "d2", "--model", str(model))
@@ -85,7 +85,7 @@ def test_what_is_there_is_kept_or_copied(model: Path, capsys: pytest.CaptureFixt
     assert all(row["copied"] > row["kept"] > 0 for row in found["ranks"])
 
 
-def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(["plan", "realloc", "d4t2", "t4p2", "--devices-per-node", "4"]) == 0
     shown = capsys.readouterr().out
     assert "a Llama of 1.2 billion parameters, sent as bfloat16" in shown
@@ -97,7 +97,7 @@ def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str
     assert "nothing is sent" in capsys.readouterr().out
 
 
-def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schedule_determines_the_places_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """From p2 to p2: nothing, half of every rank's blocks, or a third and a half."""
     sent = []
     for more in (
@@ -133,7 +133,7 @@ def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[s
         (["d2", "t2", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_is_exit_2(
+def test_invalid_input_has_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert weft.main(["plan", "realloc", *words]) == 2
@@ -167,7 +167,7 @@ def searched(model: Path, *more: str) -> list[str]:
     ]
 
 
-def test_search_shows_each_call_and_what_the_heuristic_takes(
+def test_search_shows_each_call_and_the_time_of_the_heuristic(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = searched(

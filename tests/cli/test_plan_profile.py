@@ -1,4 +1,4 @@
-"""`weft plan profile`: what it writes and prints, and what it refuses."""
+"""`weft plan profile`: its file, its output, and invalid input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELD_OUT = [{"kind": "score", "tokens": 250, "length": 100, "layers": 4, "second
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a config.json and no weights, and an empty cache."""
+    """Return a directory with a config.json and no weights, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
@@ -30,7 +30,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The networks that were measured; the measurements themselves are numbers made up."""
+    """Return the networks that were measured; the measurements are replaced by fixed numbers."""
     networks: list[Any] = []
 
     def measure_network(network: Any, max_tokens: int, tell: Any) -> Any:
@@ -88,7 +88,7 @@ def test_options_reach_the_measurement(model: Path, seen: list[Any], tmp_path: P
         (["--output", "/"], "/"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
+def test_invalid_input_is_refused(
     words: list[str],
     said: str,
     model: Path,
@@ -119,7 +119,7 @@ def test_an_interrupted_measurement_writes_nothing(
     assert len(seen) == 1 and not list_files()
 
 
-@pytest.mark.slow  # two processes import torch anew
+@pytest.mark.slow  # two new processes import torch
 def test_a_small_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--threads", "1", "--max-tokens", "128"]
     assert weft.main(["plan", "profile", str(model), *words]) == 0

@@ -1,4 +1,4 @@
-"""`weft plan run`: a run's time and memory from config.json alone, and what would help."""
+"""`weft plan run`: forecasts of time and memory from config.json, and of better options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_and_options_that_do(capsys: pytest.CaptureFixture[str]) -> None:
     """8 billion parameters need 18 bytes each: 134.6 GiB, and activations."""
     found = report(capsys, *LARGE_WORDS, "max_steps=100")
     assert (
@@ -73,7 +73,7 @@ def test_each_option_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_fits_and_what_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_and_faster_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*LARGE_WORDS, "n_gpus_per_node=8", "model.layout=d8", "gradient_checkpointing=true")
     found = report(capsys, *words)
     assert found["fits"]
@@ -156,7 +156,7 @@ def test_rows_give_the_lengths_and_the_steps(capsys: pytest.CaptureFixture[str])
         (["--stepz", "1"], "did you mean --steps"),
     ],
 )
-def test_what_cannot_be_is_exit_2(
+def test_invalid_input_has_exit_code_2(
     more: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "run", *LARGE_WORDS, *more]) == 2

@@ -1,4 +1,4 @@
-"""`weft plan search --output`: a plan that is written, compared, and never lost."""
+"""`weft plan search --output`: plans are written and compared, and edited ones never replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA = {"model_type": "llama", **families.get("llama").tiny}
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A run of a model that is a config.json alone, without data, on four GPUs."""
+    """Return the words for a run on four GPUs of a model with only a config.json, without data."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def test_a_plan_is_written_and_replaced_unless_it_was_edited(
     assert plan.facts.devices == plan.facts.devices_per_node == 4 and plan.facts.rows_per_step == 32
     assert plan.facts.models["actor"]["hidden"] == LLAMA["hidden_size"]
     assert plan.estimates["device"] == "H100" and plan.estimates["prompt_tokens"] == 16
-    # The same plan again; then an edited one, and a file of somebody else.
+    # Write the same plan again, then over an edited plan, and over another file.
     run(capsys, "search", *words, "--output", "plan.yaml")
     assert Path("plan.yaml").read_text() == text
     Path("plan.yaml").write_text(text + "# mine\n")
@@ -57,7 +57,7 @@ def test_a_plan_is_written_and_replaced_unless_it_was_edited(
     assert "is a folder" in capsys.readouterr().err
 
 
-def test_a_plan_is_compared_with_what_the_search_finds(
+def test_a_plan_is_compared_with_the_result_of_the_search(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(capsys, "search", *words, "--output", "plan.yaml")

@@ -1,4 +1,4 @@
-"""`weft plan show`: its page, its timeline and JSON, and what it refuses."""
+"""`weft plan show`: its page, timeline and JSON, and invalid input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_one_device_has_a_page_and_a_summary(
     assert "1 x H100" in (tmp_path / path).read_text()
 
 
-def test_host_functions_take_what_they_took_in_a_run(
+def test_host_functions_take_their_times_from_a_run(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "e" / "t"

@@ -1,4 +1,4 @@
-"""`weft push`: what it lists, asks and refuses. Uploads are tested with `hub_upload`."""
+"""`weft push`: its list, its question, and invalid input. `test_hub_upload` tests uploads."""
 
 from __future__ import annotations
 

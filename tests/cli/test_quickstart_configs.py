@@ -101,7 +101,7 @@ def test_the_configuration_of_a_stack(here: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_what_is_wrong_is_one_message(
+def test_all_problems_are_in_one_message(
     words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quickstart", "sft", *words, "--cfg", "job"]) == 2

@@ -1,4 +1,4 @@
-"""docs/options.md is what the source says."""
+"""docs/options.md equals the page generated from the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft report`: one run, several runs, and what cannot be used."""
+"""`weft report`: pages of one run and of several, and invalid input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_opens_a_browser_where_asked(tmp_path: Path, monkeypatch: pytest.Monk
         (["{run}", "--shut"], "--shut"),
     ],
 )
-def test_what_cannot_be_used_is_exit_2(
+def test_invalid_input_has_exit_code_2(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run")

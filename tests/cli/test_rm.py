@@ -1,4 +1,4 @@
-"""`weft rm`: what goes and what stays, and what is never touched."""
+"""`weft rm`: files that are removed, files that stay, and runs that are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.runtime.directory import RunLock
 
 
-def test_a_run_goes_with_all_that_is_in_it(tmp_path, capsys):
+def test_a_run_is_removed_with_all_its_files(tmp_path, capsys):
     run, other = write_run(tmp_path, "e/t"), write_run(tmp_path, "f/t")
     assert main([str(run), "--yes"]) == 0
     out = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_a_run_that_somebody_works_on_stays(tmp_path):
     assert main([str(run), "--yes"]) == 0 and not run.exists()
 
 
-def test_what_is_no_run_stays(tmp_path, monkeypatch):
+def test_folders_that_are_not_runs_are_refused(tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "config.yaml").write_text("learning_rate: 1\n")
@@ -84,7 +84,7 @@ def test_what_is_no_run_stays(tmp_path, monkeypatch):
         main([str(run), "--yes"])
 
 
-def test_links_are_removed_and_what_they_lead_to_stays(tmp_path, capsys):
+def test_links_are_removed_and_their_targets_stay(tmp_path, capsys):
     run = write_run(tmp_path / "runs", "e/t")
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -98,7 +98,7 @@ def test_best_of_n_is_data_to_train_on(
         (["best", "POLICY", "--prompts", "PROMPTS", "--reward", "POLICY"], "not a reward model"),
     ],
 )
-def test_what_cannot_be_used_is_exit_2(
+def test_invalid_input_has_exit_code_2(
     policy: str,
     scorer: str,
     prompts: str,

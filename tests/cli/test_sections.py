@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
+def test_sections_are_searched_in_configs_then_other_folders_then_built_in(here: Path) -> None:
     write(here / "configs" / "deep" / "a.yml", "mine: {seed: 1}\n")
     write(here / "more" / "b.yaml", "mine: {seed: 2}\nother: {seed: 3}\n")
     write(here / "more" / "c.yaml", f"{RECIPE}: {{seed: 4}}\n")
@@ -98,7 +98,7 @@ def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: 
         ("a: &x {b: *y}\n", r"a.yaml:1: is not YAML"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(text: str, wrong: str, tmp_path: Path) -> None:
+def test_messages_for_invalid_files_have_the_line(text: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=wrong):
         read_file(write(tmp_path / "a.yaml", text))
 
@@ -110,7 +110,7 @@ def test_options_at_the_top_are_one_section(tmp_path: Path) -> None:
     assert section.name == "run" and section.find_location("model", "path").endswith("run.yaml:3")
 
 
-def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
+def test_a_value_outside_of_any_section_is_reported_with_its_line(here: Path) -> None:
     write(here / "configs" / "a.yaml", "mine: {seed: 1}\nlearning_rate: 1e-5\n")
     with pytest.raises(
         ConfigError, match=r"configs/a.yaml:2: 'learning_rate' is outside of any section"

@@ -1,4 +1,4 @@
-"""`weft serve` as a process: what it says, how it ends, what it refuses before it loads anything."""
+"""`weft serve` as a process: its output, its end, and input refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.errors import ConfigError
 SECRET = "a-secret-token"
 
 
-def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
+def test_a_server_prints_its_address_and_ends_at_a_signal(tmp_path: Path) -> None:
     make_llama(tmp_path / "policy")
     command = [
         sys.executable,
@@ -85,7 +85,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
         (["/nowhere/m", "--no-token"], "no such file or directory"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_invalid_input_is_refused(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *words]) == 2
@@ -95,7 +95,7 @@ def test_what_cannot_be_served_is_refused(
 def test_a_token_is_read_from_a_regular_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe that nobody writes to would be waited for without end, and `/dev/zero` never ends."""
+    """Reading a pipe without a writer, or `/dev/zero`, would never end."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"a" * (1 << 17))
     wrong = {
@@ -109,7 +109,7 @@ def test_a_token_is_read_from_a_regular_file(
         assert f"--token-file={place}: {told}" in capsys.readouterr().err
 
 
-def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SERVE_TOKEN", raising=False)
     (tmp_path / "token").write_text(f"{SECRET}\n")
     made, told = _find_token(build_parser().parse_args(["m"]))

@@ -1,4 +1,4 @@
-"""`weft show`: what a run was and what came of it."""
+"""`weft show`: the page of a run, its JSON and its configuration."""
 
 from __future__ import annotations
 

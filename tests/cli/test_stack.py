@@ -125,12 +125,12 @@ def test_unknown_keys_are_named_with_file_line_and_the_nearest() -> None:
         stack("low", words=("learning_rat=1",))
 
 
-def test_a_wrong_type_is_told_where_it_is() -> None:
+def test_a_wrong_type_is_reported_with_its_place() -> None:
     error = stack("low", "ours").add_origin(ConfigError("model.optimizer.lr='x': must be a number"))
     assert str(error) == "model.optimizer.lr='x': must be a number (ours, configs/a.yaml:14)"
 
 
-def test_the_lines_say_where_each_value_came_from() -> None:
+def test_lines_have_the_origin_of_each_value() -> None:
     made = stack("low", "ours", words=("seed=4",)).format_lines()
     lines = [" ".join(line.split()) for line in made]
     assert lines[0] == "settings: low ours"
@@ -152,13 +152,13 @@ def test_a_run_is_named_after_its_quickstart_and_sections() -> None:
 @pytest.mark.parametrize(
     "named", sorted(path.stem for path in find_shipped_file(f"weft:{READY}").glob("*.yaml"))
 )
-def test_every_recipe_stands_alone(named: str) -> None:
+def test_every_recipe_is_complete(named: str) -> None:
     quickstart = guess_quickstart([SectionLibrary.from_folders().get(named)])
     assert quickstart == named.split("-")[0]
     assert stack(named, base=registry.quickstarts.get(quickstart)()).overrides
 
 
-def test_what_sections_are_meant_for(here: Path) -> None:
+def test_the_quickstart_is_guessed_from_sections(here: Path) -> None:
     (here / "configs" / "b.yaml").write_text("p: {ppo.kl_ctl: 0.1}\ng: {grpo: {group_size: 2}}\n")
     library = SectionLibrary.from_folders()
     assert guess_quickstart([library.get("low")]) == "sft"

@@ -1,4 +1,4 @@
-"""`weft start` and user code: what is found, how it is named, and what a run of it is told."""
+"""`weft start` and user code: registered names, messages, and settings of the command line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would have been run."""
+    """Return the experiments that would have been run."""
     found: list[Any] = []
     monkeypatch.setattr("weft.launch.run", lambda experiment, **told: found.append(experiment))
     return found
@@ -180,7 +180,7 @@ def test_a_module_is_found_from_the_working_directory(folder: Path, ran: list[An
     assert len(ran) == 1
 
 
-def test_user_code_that_fails_says_which_file_and_how(folder: Path) -> None:
+def test_errors_in_user_code_are_reported_with_the_file(folder: Path) -> None:
     (folder / "broken_code.py").write_text("import weft\nraise ValueError('half done')")
     with pytest.raises(ConfigError, match=r"broken_code\.py' failed: ValueError: half done"):
         registry.import_user_code(["broken_code.py"])
@@ -200,7 +200,7 @@ def test_a_file_may_be_imported_twice(folder: Path) -> None:
     assert "test-calm" in registry.quickstarts
 
 
-def test_what_the_command_line_sets_of_an_experiment(
+def test_the_command_line_replaces_settings_of_an_experiment(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = SWEEP.replace("return config.build()", "return config").replace(
@@ -267,7 +267,7 @@ def test_experiments_are_found_by_a_pattern(
         find_config(["-r", "["])
 
 
-def test_stop_takes_what_show_takes(
+def test_stop_and_show_accept_the_same_names(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folder / "runs" / "a" / "b"

@@ -76,7 +76,7 @@ def sft(*words: str) -> list[str]:
 
 
 def last_command(text: str) -> list[str]:
-    """The words after `weft` of what a script runs."""
+    """Return the words after `weft` in the command that a script runs."""
     line = next(line for line in text.splitlines() if line.startswith("on_head bash"))
     words = shlex.split(line.removesuffix(" &"))
     return words[words.index("weft.cli.main") + 1 :]
@@ -100,7 +100,7 @@ def test_the_script_runs_the_same_command_with_ray(
     assert not (folder / "runs").exists() and not (folder / "submitted.sh").exists()
 
 
-def test_a_job_is_submitted_told_of_and_stopped(
+def test_a_job_is_submitted_reported_and_stopped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert weft.main(sft()) == 0
@@ -236,7 +236,7 @@ def test_a_registered_experiment_s_scheduling(
     assert "requests 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
 
 
-def test_one_machine_says_what_it_ignores(
+def test_local_runs_name_the_options_they_ignore(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GREETING", "from the shell")
@@ -249,7 +249,7 @@ def test_one_machine_says_what_it_ignores(
     told = "note: mode=local ignores actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
     assert told in capsys.readouterr().err
     assert os.environ["GREETING"] == "hello"
-    monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has said it
+    monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has printed it
     assert (
         weft.main(
             ["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py", "--dry-run"]
@@ -285,10 +285,10 @@ def test_too_few_devices_are_refused(folder: Path) -> None:
         slurm.start_job(config.build(), ["x"], print_only=True)
 
 
-def test_a_job_is_refused_where_its_run_would_be(
+def test_a_job_is_refused_if_its_run_would_be(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless it runs in a container, where other packages may be installed."""
+    """Jobs in a container are not checked, because it may have other packages."""
 
     def refuse(options: object) -> None:
         raise ConfigError("logger.tensorboard: no")

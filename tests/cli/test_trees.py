@@ -44,7 +44,7 @@ def test_filter(trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["trees", "filter", trees, str(out), "--lang", "en", "--top-k", "1"]) == 0
     assert "trees in" in capsys.readouterr().out
     replies = [len(tree["prompt"]["replies"]) for tree in read(out)]
-    assert 0 < len(replies) < 100 and max(replies) == 1  # trees that a model began are gone
+    assert 0 < len(replies) < 100 and max(replies) == 1  # trees that a model began are left out
     assert main(["trees", "filter", trees, str(out), "--lang", "de"]) == 0 and read(out) == []
     assert "warning: no tree of " in capsys.readouterr().err
     for words, wrong in (

@@ -1,4 +1,4 @@
-"""Files in buckets: which URLs are read, conditional creation, downloads that go on, and messages."""
+"""Files in buckets: accepted URLs, conditional creation, continued downloads, and messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def any_bucket(request: pytest.FixtureRequest, tmp_path: Path) -> BucketFolder:
         (None, False),
     ],
 )
-def test_what_counts_as_a_url_of_a_bucket(path: object, remote: bool) -> None:
+def test_urls_of_buckets_are_recognized(path: object, remote: bool) -> None:
     assert is_remote(path) is remote
 
 
@@ -68,7 +68,7 @@ def test_what_counts_as_a_url_of_a_bucket(path: object, remote: bool) -> None:
         ("gcp://b/x", "does not know: gcp://; write gs:// or s3://"),
     ],
 )
-def test_urls_that_are_not_read_say_what_to_write(path: str, problem: str | None) -> None:
+def test_messages_for_other_urls_name_the_fix(path: str, problem: str | None) -> None:
     said = find_bucket_problem(path)
     assert said is None if problem is None else problem in str(said)
 
@@ -105,13 +105,13 @@ def test_a_file_itself_has_no_name(bucket: BucketFolder) -> None:
     assert list(file.open_parent().list_files()) == ["x.jsonl"]
 
 
-def test_an_object_that_stands_for_a_folder_is_no_file() -> None:
+def test_an_object_that_marks_a_folder_is_not_listed() -> None:
     folder = BucketFolder("memory://b/folder/x", MarkedFolder(), "/b/folder/x")
     assert list(folder.list_files()) == ["a"]
 
 
 class MarkedFolder:
-    """A file system that lists an empty object of the folder's own name, as consoles make them."""
+    """File system with an empty object that marks the folder, as web consoles create it."""
 
     def invalidate_cache(self) -> None:
         return
@@ -120,7 +120,7 @@ class MarkedFolder:
         return {name: {"size": 0, "type": "file"} for name in (f"{path}/", f"{path}/a")}
 
 
-def test_an_interrupted_download_goes_on(
+def test_an_interrupted_download_is_continued(
     bucket: BucketFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "RANGE_BYTES", 10)
@@ -182,11 +182,11 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 class DefaultCredentialsError(Exception):
-    """Stands for the error of this name in Google's library."""
+    """Error with the name of one in Google's library."""
 
 
 class HttpError(Exception):
-    """Stands for the error of this name in gcsfs."""
+    """Error with the name of one in gcsfs."""
 
     code = 403
 

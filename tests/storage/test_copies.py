@@ -1,4 +1,4 @@
-"""Local copies of what is in buckets: by version, weights last, and never a half of one."""
+"""Local copies of files in buckets: one per version, weights last, never incomplete."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_path_of_another_machine_is_copied_here(
         complete(copy)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_a_folder_without_a_model_is_refused() -> None:
     put("memory://b/m", {"notes.md": b"x"})
     with pytest.raises(CheckpointError, match=r"^actor.path=U: contains no model"):
         copy_model("memory://b/m", "actor.path=U")
@@ -123,7 +123,7 @@ def test_a_checkpoint_counts_with_its_manifest() -> None:
         copy_model(url)
 
 
-def test_a_run_stands_for_its_newest_whole_checkpoint() -> None:
+def test_the_url_of_a_run_means_its_newest_complete_checkpoint() -> None:
     url = "memory://b/runs/e/t"
     for name in ("critic/step9", "actor/step4", "actor/step12"):
         put(f"{url}/checkpoints/{name}", {"config.json": b"{}", MANIFEST: b"{}"})

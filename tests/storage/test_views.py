@@ -1,4 +1,4 @@
-"""Views of runs in buckets: the small files, as they are now."""
+"""Views of runs in buckets: current copies of the small files."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_a_view_knows_urls_and_sizes_of_the_bucket(
     assert find_view_url(step) == "memory://b/runs/e/t/checkpoints/m/step2"
     assert count_view_bytes(step) == 72 and count_view_bytes(view / "e/t") == 77
     assert count_view_bytes(view) == 977
-    # The view of a run is inside that of all runs, and newer.
+    # The view of a run is inside the view of all runs, and is newer.
     bucket.write("e/t/checkpoints/m/step2/more.safetensors", b"w" * 30)
     inner = view_runs("memory://b/runs/e/t")
     assert inner == view / "e/t" and count_view_bytes(inner) == 107
     assert find_view_url(step) == "memory://b/runs/e/t/checkpoints/m/step2"
-    # A checkpoint that was removed leaves no folder behind.
+    # A removed checkpoint leaves no empty folder.
     bucket.remove([f"e/t/checkpoints/m/step2/{MANIFEST}"])
     assert not (view_runs("memory://b/runs") / "e/t/checkpoints").exists()
     assert count_view_bytes(view / "e/t") == 105

@@ -1,6 +1,6 @@
-"""Read and check the settings of a model or a trained prefix, and choose the backend, without torch.
+"""Read and check settings of models and trained prefixes, and choose the backend, without torch.
 
-Values that no network, tokenizer or library could use are refused.
+Values that no model can have, such as a negative width, are refused.
 
     values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
     with prefix_errors("critic.path=DIR/config.json"): ...   # errors raised inside start with this
@@ -49,14 +49,14 @@ DTYPES = frozenset(
         "float4_e2m1fn_x2",
     }
 )
-MAX_SHOWN = 60  # maximum characters of a value in a message
+MAX_SHOWN = 60  # maximum number of characters of a value in a message
 
 
 def read_config_file(file: Path, where: str) -> dict[str, Any]:
     """Return the values of a config.json, after checking them.
 
-    Raises `CheckpointError` if the file is unreadable or a value is invalid. The message starts
-    with `where`, which names the option and the file as the user typed them.
+    `where` names the option and the file as the user typed them. Raises `CheckpointError` if the
+    file is unreadable or a value is invalid; the message starts with `where`.
     """
     values = read_model_object(file, where, CheckpointError)
     for key, value in values.items():
@@ -70,7 +70,7 @@ def read_config_file(file: Path, where: str) -> dict[str, Any]:
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix the message of every `CheckpointError` raised in the context with `where`."""
+    """Prefix the message of any `CheckpointError` raised in the `with` block with `where`."""
     try:
         yield
     except CheckpointError as error:
@@ -101,9 +101,9 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
     if not isinstance(name, str):
         raise CheckpointError(f"model_type={name!r}: it must be a text, the model's family")
     if name not in families.load_all():
-        near = find_nearest(name, families.list_names())
-        if near:
-            hint = f"nearest: {', '.join(near)}"
+        similar = find_nearest(name, families.list_names())
+        if similar:
+            hint = f"nearest: {', '.join(similar)}"
         else:
             hint = f"weft's own: {', '.join(families.list_names())}"
         raise CheckpointError(
@@ -114,53 +114,53 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def find_problem(key: str, value: Any) -> str | None:
-    """Return a phrase that says what the value of `key` must be, or None if `value` is valid.
+    """Return a phrase that describes the valid values of `key`, or None if `value` is valid.
 
-    For example, the phrase is "a finite number" if the value is infinite. Only keys that are common
-    to most models are checked.
+    For example, the phrase is "a finite number" if `value` is infinite. Only keys that most models
+    have are checked.
     """
     if value is None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if key in LAYERS or key in WIDTHS:
-        return _check_size(value, MOST_LAYERS if key in LAYERS else MOST - 1)
+        return _find_size_problem(value, MOST_LAYERS if key in LAYERS else MOST - 1)
     if key in TOKEN_IDS:
-        several = isinstance(value, list) and key == "eos_token_id"
-        whole = all(type(each) is int for each in (value if several else [value]))
-        if whole:
+        can_be_list = key == "eos_token_id"
+        ids = value if can_be_list and isinstance(value, list) else [value]
+        if all(type(each) is int for each in ids):
             return None
-        return f"a whole number{', or a list of them' if key == 'eos_token_id' else ''}"
+        return "a whole number, or a list of them" if can_be_list else "a whole number"
     if key in FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if key in DTYPE:
-        known = isinstance(value, Mapping) or (
+        is_valid = isinstance(value, Mapping) or (
             isinstance(value, str) and value.removeprefix("torch.") in DTYPES
         )
-        if known:
+        if is_valid:
             return None
         return "a floating dtype of torch, such as bfloat16, or absent"
     if key == "architectures":
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return None if fits else "a list of names of classes"
+        is_valid = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return None if is_valid else "a list of names of classes"
     return None
 
 
-def _check_size(value: Any, most: int) -> str | None:
-    if type(value) is int and 0 < value <= most:
+def _find_size_problem(value: Any, maximum: int) -> str | None:
+    """Return a phrase that describes valid sizes, or None if `value` is from 1 to `maximum`."""
+    if type(value) is int and 0 < value <= maximum:
         return None
-    return f"a whole number, 1 to {most:,}"
+    return f"a whole number, 1 to {maximum:,}"
 
 
 HF_BACKEND = "hf"  # backend for model types without a weft family
 TORCH_BACKEND = "torch"
 JAX_BACKEND = "jax"  # the networks of weft's families on JAX
-MEAN_POOLED = (
-    # weft's own name, so that programs which know the transformers architectures refuse it
-    "WeftMeanPooledRewardModel"
-)
+# Architecture of reward models that score the mean over tokens. transformers does not know it, so
+# other programs refuse the model instead of reading the score at the last token.
+MEAN_POOLED = "WeftMeanPooledRewardModel"
 SCORE_ARCHITECTURES = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
-# Types of bidirectional and encoder-decoder models, which no backend of weft runs.
+# types of bidirectional and encoder-decoder models, which no backend of weft runs
 NON_DECODER_TYPES = frozenset(
     (
         "albert",
@@ -217,8 +217,8 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 def find_shipped_config(path: str) -> dict[str, Any] | None:
     """Return the built-in config.json values of a recipe's model, or None for other models.
 
-    The values are used to plan a run before the model is downloaded. If the model's own config.json
-    is on this machine, the built-in values are not needed, and the result is None.
+    They are used to plan a run before the model is downloaded. The result is also None if the
+    model's own config.json is on this machine.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None
@@ -232,10 +232,10 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 def read_config_values(path: str) -> Mapping[str, Any]:
     """Return the values of a model's config.json, without downloading anything.
 
-    `path` is a model directory or a hub name. The file is read from this directory, from the hub's
-    local cache or from the configurations that weft contains. For a trained prefix (from prefix
-    tuning), the base model's file is read. Returns an empty mapping if no file is found. Raises
-    `CheckpointError` if the file is invalid; the message starts with its path.
+    `path` is a model directory or a hub name. The values are read from the directory, from the
+    hub's local cache, or from weft's built-in configurations. For a trained prefix (from prefix
+    tuning), they are those of the base model. Returns an empty mapping if no values are found.
+    Raises `CheckpointError` if the file is invalid; the message starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -253,26 +253,30 @@ def read_config_values(path: str) -> Mapping[str, Any]:
 
 def is_reward_model(values: Mapping[str, Any]) -> bool:
     """Return whether the `values` of a config.json describe a reward model."""
-    kinds = values.get("architectures") or []
-    return any(scored in str(kind) for kind in kinds for scored in SCORE_ARCHITECTURES)
+    architectures = values.get("architectures") or []
+    return any(
+        score_architecture in str(architecture)
+        for architecture in architectures
+        for score_architecture in SCORE_ARCHITECTURES
+    )
 
 
 def choose_backend(values: Mapping[str, Any]) -> str:
     """Return the backend for a model: `torch`, or `hf` if weft does not implement its type."""
-    kind = values.get("model_type")
-    return TORCH_BACKEND if kind is None or kind in families.list_names() else HF_BACKEND
+    model_type = values.get("model_type")
+    return (
+        TORCH_BACKEND if model_type is None or model_type in families.list_names() else HF_BACKEND
+    )
 
 
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
     """Return a one-line warning for a model type that weft does not implement itself.
 
-    The warning says that the backend `hf` runs such a model, and names the disadvantages of this
-    backend.
+    The warning names the disadvantages of the backend `hf`, which runs such models.
     """
     return (
-        f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "
-        f"it: slower, and on several "
-        "devices only as whole copies (no f, t, p, c or e in a layout)"
+        f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs it: "
+        "slower, and on several devices only as whole copies (no f, t, p, c or e in a layout)"
     )
 
 
@@ -315,8 +319,7 @@ def read_prefix(path: str | Path) -> PrefixSettings | None:
     if settings.get("prefix_projection") and not settings.get("inference_mode"):
         raise CheckpointError(
             f"{file} has prefix_projection=true and inference_mode=false: keys and values are "
-            f"still to be projected; save it "
-            "with PEFT's save_pretrained, which projects them"
+            "still to be projected; save it with PEFT's save_pretrained, which projects them"
         )
     if settings.get("task_type") not in PREFIX_TASKS:
         raise CheckpointError(

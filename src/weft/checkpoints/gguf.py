@@ -1,8 +1,8 @@
-"""Export of language models to GGUF, the format of llama.cpp, with llama.cpp's own converter.
+"""Export language models to GGUF, the format of llama.cpp, with llama.cpp's own converter.
 
-The result is checked before it gets its name: its vocabulary and tensors are compared with those of
-the model, and it is loaded to compare the log-probabilities of a text. llama.cpp's Python package
-loads it if that is installed, otherwise transformers.
+The file is checked before it gets its final name: its vocabulary and tensors are compared with
+those of the model, and it is loaded to compare the log-probabilities of a text. It is loaded with
+llama.cpp's Python package if that is installed, and otherwise with transformers.
 """
 
 from __future__ import annotations
@@ -29,63 +29,65 @@ if TYPE_CHECKING:
 SCRIPT = "convert_hf_to_gguf.py"
 PACKAGE = "gguf"
 DTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
-# Largest difference of a token's log-probability between a model and its GGUF file. llama.cpp
-# computes attention in 16 bits, also for weights in 32.
+# Maximum difference of a token's log-probability between a model and its GGUF file. llama.cpp
+# computes attention in 16 bits even if the weights have 32.
 TOLERANCES = {"f32": 0.02, "f16": 0.05, "bf16": 0.2, "auto": 0.2, "q8_0": 0.5}
-# Largest difference of a weight, relative to the largest weight of its tensor.
+# Maximum difference of a weight, relative to the largest weight of its tensor.
 WEIGHT_TOLERANCES = {"f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "auto": 1e-2, "q8_0": 2e-2}
-MOST_EXTRA = 0.005  # share of the parameters that may be added or left out
+MAX_EXTRA_SHARE = 0.005  # maximum share of the parameters that are added or left out
 TEXT = "Once upon a time there was a little girl who lived near the sea. What is 17 + 25? It is 42."
-LOG_LINES = 3  # last lines of the converter's output that an error shows
+LOG_LINES = 3  # number of last lines of the converter's output in an error message
 
 
 @dataclass(frozen=True)
 class CheckedText:
-    """Tokens of the text with which files are checked.
+    """Text used to check files, as tokens, and the original model's log-probabilities.
 
-    `ids` are the token ids. `logps` [tokens - 1] are the log-probabilities that the original model
-    gives to each token after the first.
+    `ids` are the token ids. `logps` [tokens - 1] are the original model's log-probabilities of the
+    tokens after the first, in float32.
     """
 
     ids: Sequence[int]
     logps: Tensor
 
 
-def find_converter(given: Path | None) -> Path | None:
+def find_converter(location: Path | None) -> Path | None:
     """Return the path of llama.cpp's converter, or None if it is not installed.
 
-    `given` is the script or a checkout of llama.cpp; None searches the PATH. Raises `ConfigError`
-    if `given` is neither.
+    `location` is the script or a checkout of llama.cpp; if it is None, the PATH is searched. Raises
+    `ConfigError` if `location` has no converter.
     """
-    if given is not None:
-        script = given / SCRIPT if given.is_dir() else given
+    if location is not None:
+        script = location / SCRIPT if location.is_dir() else location
         if not script.is_file():
             raise ConfigError(
-                f"--converter {given}: there is no {SCRIPT}; name llama.cpp's folder or the script"
+                f"--converter {location}: there is no {SCRIPT}; name llama.cpp's folder or the "
+                "script"
             )
         return script
     installed = shutil.which(SCRIPT)
     return None if installed is None else Path(installed)
 
 
-def require_converter(model: str, output: Path, given: Path | None) -> Path:
+def require_converter(model: str, output: Path, location: Path | None) -> Path:
     """Return the path of llama.cpp's converter.
 
-    Raises `ConfigError` if it, or the Python package `gguf` is not installed. The message says what
-    to run.
+    `location` is the value of `--converter`; `model` and `output` are those of the command line.
+    Raises `ConfigError` if the converter or the Python package `gguf` is not installed; the message
+    lists the commands that install them.
     """
-    script = find_converter(given)
+    script = find_converter(location)
     if script is not None and importlib.util.find_spec(PACKAGE) is not None:
         return script
     commands = []
     if importlib.util.find_spec(PACKAGE) is None:
         commands.append(extras.install(PACKAGE))
-    place = given
+    argument = location
     if script is None:
         commands.append("git clone --depth 1 https://github.com/ggml-org/llama.cpp")
-        place = Path("llama.cpp")
-    more = "" if place is None else f" --converter {place}"
-    commands.append(f"weft convert gguf {model} --output {output}{more}")
+        argument = Path("llama.cpp")
+    option = "" if argument is None else f" --converter {argument}"
+    commands.append(f"weft convert gguf {model} --output {output}{option}")
     lines = "".join(f"\n  {command}" for command in commands)
     raise ConfigError(
         f"the export to GGUF needs llama.cpp's converter, which is not installed; run{lines}"
@@ -93,11 +95,11 @@ def require_converter(model: str, output: Path, given: Path | None) -> Path:
 
 
 def export(model: Path, output: Path, converter: Path, dtype: str, *, check: bool) -> list[str]:
-    """Write the model in the directory `model` to the file `output`, and return lines about it.
+    """Write the model in the directory `model` to the file `output`, and return messages about it.
 
-    `dtype` is one of `DTYPES`. Without `check`, the file is not loaded, only its vocabulary and
-    tensors are compared. Raises `CheckpointError` if the converter fails or the file differs from
-    the model; `output` is not written then.
+    `dtype` is one of `DTYPES`. Without `check`, the file is not loaded; only its vocabulary and
+    tensors are compared. Raises `CheckpointError`, without writing `output`, if the converter fails
+    or the file differs from the model.
     """
     if not find_architecture(model).endswith("ForCausalLM"):
         raise CheckpointError(
@@ -117,7 +119,7 @@ def _run_converter(model: Path, target: Path, converter: Path, dtype: str) -> No
     command += ["--model-name", name_model(model)]
     if converter.suffix == ".py":
         command.insert(0, sys.executable)
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -125,18 +127,18 @@ def _run_converter(model: Path, target: Path, converter: Path, dtype: str) -> No
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    if done.returncode != 0 or target.stat().st_size == 0:
-        log = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if result.returncode != 0 or target.stat().st_size == 0:
+        log_lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         raise CheckpointError(
-            f"{model}: llama.cpp's converter failed: {' / '.join(log[-LOG_LINES:]) or 'no output'}"
+            f"{model}: llama.cpp's converter failed: "
+            f"{' / '.join(log_lines[-LOG_LINES:]) or 'no output'}"
         )
 
 
 def check_contents(model: Path, file: Path) -> str:
-    """Compare the tensors and the vocabulary of a GGUF file with those of the model.
+    """Compare the numbers of parameters and of tokens in a GGUF file with those of the model.
 
-    Returns a line about them. Raises `CheckpointError` if the number of parameters or of tokens
-    differs.
+    Returns a message with the numbers. Raises `CheckpointError` if one of them differs.
     """
     from gguf import GGUFReader
 
@@ -152,11 +154,11 @@ def check_contents(model: Path, file: Path) -> str:
             size *= length
         expected += size
     total = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    # The converter can add or leave out buffers, and a tied output matrix.
+    # The converter may add or leave out buffers, and a tied output matrix.
     width = config["hidden_size"] if "hidden_size" in config else config["n_embd"]
-    tied = int(config["vocab_size"]) * int(width)
-    gaps = [abs(total - expected - times * tied) for times in (-1, 0, 1)]
-    if min(gaps) > MOST_EXTRA * expected:
+    output_size = int(config["vocab_size"]) * int(width)
+    differences = [abs(total - expected - copies * output_size) for copies in (-1, 0, 1)]
+    if min(differences) > MAX_EXTRA_SHARE * expected:
         raise CheckpointError(
             f"{model}: the GGUF file has {total:,} parameters, and the model {expected:,}"
         )
@@ -166,9 +168,9 @@ def check_contents(model: Path, file: Path) -> str:
         raise CheckpointError(
             f"{model}: the GGUF file has {num_tokens} tokens, and the model {config['vocab_size']}"
         )
-    kinds = sorted({tensor.tensor_type.name for tensor in reader.tensors})
+    types = sorted({tensor.tensor_type.name for tensor in reader.tensors})
     return (
-        f"{len(reader.tensors)} tensors ({', '.join(kinds)}), {total:,} parameters, "
+        f"{len(reader.tensors)} tensors ({', '.join(types)}), {total:,} parameters, "
         f"{num_tokens} tokens"
     )
 
@@ -176,8 +178,8 @@ def check_contents(model: Path, file: Path) -> str:
 def check_values(model: Path, file: Path, dtype: str) -> str:
     """Load a GGUF file, and compare its log-probabilities of a text with those of the model.
 
-    Returns a line about the comparison. Raises `CheckpointError` if the file cannot be loaded, or
-    if it differs by more than rounding.
+    Returns a message with the largest difference. Raises `CheckpointError` if the file cannot be
+    loaded, or if a difference exceeds the tolerance of `dtype`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -195,20 +197,21 @@ def check_values(model: Path, file: Path, dtype: str) -> str:
         loaded = _load_with_transformers(model, file)
         _compare_weights(model, loaded, dtype)
         logps = _compute_logps(_run_model(loaded, ids), ids)
-    apart = float((logps - expected.logps).abs().max())
-    if not apart <= TOLERANCES[dtype]:
+    difference = float((logps - expected.logps).abs().max())
+    if not difference <= TOLERANCES[dtype]:
         raise CheckpointError(
-            f"{model}: {program} loads the GGUF file, but log-probabilities differ by {apart:.3g} "
-            f"(at most {TOLERANCES[dtype]} for {dtype}): the converter does not suit this model"
+            f"{model}: {program} loads the GGUF file, but log-probabilities differ by "
+            f"{difference:.3g} (at most {TOLERANCES[dtype]} for {dtype}): the converter does not "
+            "suit this model"
         )
     return (
         f"loaded with {program}: log-probabilities of {len(logps)} tokens differ by at most "
-        f"{apart:.2g}{warning}"
+        f"{difference:.2g}{warning}"
     )
 
 
 def _run_model(network: Any, ids: Sequence[int]) -> Tensor:
-    """Return the logits [tokens, vocabulary] that a model of transformers computes for a text."""
+    """Return the logits [tokens, vocabulary] of a transformers model for the tokens `ids`."""
     import torch
 
     with torch.inference_mode():
@@ -228,7 +231,10 @@ def _compute_logps(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _score_with_llama_cpp(model: Path, file: Path, text: CheckedText) -> tuple[Tensor, str]:
-    """Return the log-probabilities of the text in llama.cpp, and a warning about its tokens or ""."""
+    """Return llama.cpp's log-probabilities [tokens - 1] of the text, and a warning or "".
+
+    The warning says that llama.cpp splits the text into other tokens.
+    """
     import torch
     from llama_cpp import Llama
 
@@ -263,7 +269,7 @@ def _load_with_transformers(model: Path, file: Path) -> Any:
 
 
 def _compare_weights(model: Path, loaded: Any, dtype: str) -> None:
-    """Raise `CheckpointError` if a weight of the loaded file differs by more than rounding."""
+    """Raise `CheckpointError` if a weight of the loaded file differs by more than the tolerance."""
     from weft.checkpoints.weight_files import WeightFiles
 
     weights = WeightFiles(model)
@@ -272,10 +278,12 @@ def _compare_weights(model: Path, loaded: Any, dtype: str) -> None:
         if name not in state:
             continue
         original = weights.read(name).float()
-        apart = float((state[name] - original).abs().max() / original.abs().max().clamp(min=1e-30))
-        if not apart <= WEIGHT_TOLERANCES[dtype]:
+        difference = float(
+            (state[name] - original).abs().max() / original.abs().max().clamp(min=1e-30)
+        )
+        if not difference <= WEIGHT_TOLERANCES[dtype]:
             raise CheckpointError(
-                f"{model}: {name} differs in the GGUF file by {apart:.2g} of its largest value (at "
-                f"most {WEIGHT_TOLERANCES[dtype]} for {dtype}): the converter does not suit this "
-                f"model"
+                f"{model}: {name} differs in the GGUF file by {difference:.2g} of its largest "
+                f"value (at most {WEIGHT_TOLERANCES[dtype]} for {dtype}): the converter does not "
+                "suit this model"
             )

@@ -65,7 +65,7 @@ def resolve(path: str | Path) -> Path:
     """
     path = copy_if_remote(str(path))
     directory = Path(path).expanduser()
-    complete(directory)  # a copy from a bucket, whose weights are copied now
+    complete(directory)  # copies the weights if this is an incomplete copy from a bucket
     if directory.is_dir():
         check_folder(directory, str(path), CheckpointError)
         return directory
@@ -86,8 +86,8 @@ def resolve(path: str | Path) -> Path:
             snapshot_download(
                 str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"]
             )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
-        raise CheckpointError(_explain_failed_download(path, failed)) from failed
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(_explain_failed_download(path, error)) from error
     return snapshot
 
 
@@ -109,7 +109,7 @@ def find_config_file(path: str | Path) -> Path:
     downloaded.
     """
     if find_url(path) is not None and (Path(path) / CONFIG).is_file():
-        return Path(path) / CONFIG  # without the weights
+        return Path(path) / CONFIG  # the weights need not be copied
     if (
         Path(path).expanduser().exists()
         or str(path).startswith((".", "/", "~"))
@@ -127,16 +127,16 @@ def find_config_file(path: str | Path) -> Path:
 
     try:
         return Path(hf_hub_download(str(path), CONFIG))
-    except EntryNotFoundError as failed:
-        if isinstance(failed, LocalEntryNotFoundError):  # the hub does not answer
-            raise CheckpointError(_explain_failed_download(path, failed)) from failed
-        return resolve(path) / CONFIG  # its error states what the model lacks
-    except (HfHubHTTPError, HFValidationError, OSError) as failed:
-        raise CheckpointError(_explain_failed_download(path, failed)) from failed
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError):  # the hub does not answer
+            raise CheckpointError(_explain_failed_download(path, error)) from error
+        return resolve(path) / CONFIG  # a missing file is reported by the caller
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(_explain_failed_download(path, error)) from error
 
 
-def _explain_failed_download(path: str | Path, failed: Exception) -> str:
-    return f"{path} is neither a directory nor a model that the hub hands out: {failed}"
+def _explain_failed_download(path: str | Path, error: Exception) -> str:
+    return f"{path} is neither a directory nor a model that the hub hands out: {error}"
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def _format_config_path(path: str | Path) -> str:
-    """Return the path of a model's config.json in the form that is shown in messages.
+    """Return the path of a model's config.json for messages.
 
-    It starts with the path that the user typed. If this is the path of a trained prefix (from
-    prefix tuning), it starts with the path of the base model instead.
+    It starts with the path that the user typed or, for a trained prefix (from prefix tuning), with
+    the path of the base model.
     """
     prefix = read_prefix(path)
     return str(Path(path if prefix is None else prefix.base) / CONFIG)
@@ -190,8 +190,8 @@ def check_vocabulary(
     if tokenizer_size > config.vocab_size:
         raise CheckpointError(
             f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of "
-            f"{tokenizer_size}: "
-            "some token ids have no embedding; take the tokenizer that belongs to the model"
+            f"{tokenizer_size}: some token ids have no embedding; take the tokenizer that belongs "
+            "to the model"
         )
 
 
@@ -217,27 +217,27 @@ class ParameterReader:
         if self.config.num_layers > len(self._names):
             raise CheckpointError(
                 f"{self.directory}: config.json says {self.config.num_layers:,} layers, and the "
-                f"files hold {len(self._names)} "
-                "tensors; is config.json the one that belongs to the weights?"
+                f"files hold {len(self._names)} tensors; is config.json the one that belongs to "
+                "the weights?"
             )
         self.shapes = compute_parameter_shapes(self.config, head)
         self.keymap = self.family.keymap(self.config, head)
         prefix = self.family.prefix
         self._lacks_prefix = bool(prefix) and not any(
-            name.startswith(prefix) for name in self.files.names
+            stored.startswith(prefix) for stored in self.files.names
         )
         _check_names(self)
         settings = read_prefix(self.directory)
         if settings is None:
-            beside: PrefixReader | tuple[()] = ()
+            prefix_reader: PrefixReader | tuple[()] = ()
         else:
-            beside = PrefixReader(self.directory, settings, self.config, self.family.score)
-        self._prefix_reader = beside
-        self.missing_names = [
-            n
-            for n, k in self.keymap.keys.items()
-            if n not in beside and any(h not in self for h in k.list_hf_names())
-        ]
+            prefix_reader = PrefixReader(self.directory, settings, self.config, self.family.score)
+        self._prefix_reader = prefix_reader
+        self.missing_names = []
+        for name, key in self.keymap.keys.items():
+            is_missing = any(hf not in self for hf in key.list_hf_names())
+            if is_missing and name not in prefix_reader:
+                self.missing_names.append(name)
 
     def __contains__(self, hf: object) -> bool:
         return isinstance(hf, str) and self.to_stored_name(hf) in self._names
@@ -268,25 +268,27 @@ class ParameterReader:
         if self._prefix_reader and name in self._prefix_reader:
             return self._prefix_reader.read(name, where)
         if name not in self.keymap.keys or name in self.missing_names:
-            near = find_nearest(name, self.keymap.keys)
+            similar = find_nearest(name, self.keymap.keys)
             raise CheckpointError(
-                f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}"
+                f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(similar)}"
             )
         key = self.keymap.keys[name]
         shape = self.shapes[name]
         where = build_whole_slice(shape) if where is None else where
+        sliced_shape = tuple(each.stop - each.start for each in where)
         parameter: Tensor | None = None
         for piece in list_rectangles(key, shape, where):
             part = self.files.read(self.to_stored_name(piece.hf), piece.source)
             part = part.T if key.transpose and part.dim() == 2 else part
             part = part[None] if piece.expert is not None else part
-            if part.shape == tuple(s.stop - s.start for s in where):
+            if part.shape == sliced_shape:
                 return part
             if parameter is None:
-                parameter = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
+                parameter = torch.empty(sliced_shape, dtype=part.dtype)
+            # `piece.target` is relative to the whole parameter, `parameter` is only its slice.
             target = tuple(
-                slice(t.start - w.start, t.stop - w.start)
-                for t, w in zip(piece.target, where, strict=True)
+                slice(each.start - sliced.start, each.stop - sliced.start)
+                for each, sliced in zip(piece.target, where, strict=True)
             )
             parameter[target] = part
         assert parameter is not None, "a parameter has at least one piece"
@@ -294,55 +296,51 @@ class ParameterReader:
 
 
 def _check_names(reader: ParameterReader) -> None:
-    """Check that the files have exactly the model's tensors, with the expected shapes.
+    """Raise `CheckpointError` unless the files have exactly the model's tensors and shapes.
 
     Heads are exempt: a missing score head is initialized later, and a head that is not needed is
-    ignored. Raises `CheckpointError` if the check fails.
+    ignored. The dtypes must be floating-point.
     """
     family = reader.family
     config = reader.config
-    where = reader.directory
-    wanted = reader.keymap.group_by_hf_name()
+    directory = reader.directory
+    required = reader.keymap.group_by_hf_name()
     heads = set[str]()
     for head in ("lm", "score"):
         heads.update(family.keymap(config, head).group_by_hf_name())
     heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
-    known = {reader.to_stored_name(name) for name in {*wanted, *heads}}
-    # Tensors of the files that the model does not have.
+    known_names = {reader.to_stored_name(name) for name in {*required, *heads}}
+    # Find tensors of the files that the model does not have.
     unknown = []
-    for n in reader.files.names:
-        if n not in known and not n.endswith(family.buffers):
-            unknown.append(n)
+    for name in reader.files.names:
+        if name not in known_names and not name.endswith(family.buffers):
+            unknown.append(name)
     if unknown:
         raise CheckpointError(
-            f"{where} holds {_format_names(unknown)}, which a {family.name} model with this config.json "
-            f"does not have; "
-            "is config.json the one that belongs to the weights?"
+            f"{directory} holds {_format_names(unknown)}, which a {family.name} model with this "
+            "config.json does not have; is config.json the one that belongs to the weights?"
         )
-    # Tensors of the model that the files do not have.
-    missing = []
-    for name in wanted:
-        if name not in reader and name != family.score:
-            missing.append(name)
+    # Find tensors of the model that the files do not have.
+    missing = [name for name in required if name not in reader and name != family.score]
     if missing:
         raise CheckpointError(
-            f"{where} lacks {_format_names(missing)}, which a {family.name} model with this config.json "
-            f"has"
+            f"{directory} lacks {_format_names(missing)}, which a {family.name} model with this "
+            "config.json has"
         )
-    # Check dtype and shape of the tensors that both have.
-    reader.files.check_floats(reader.to_stored_name(name) for name in wanted if name in reader)
-    for name, keys in wanted.items():
+    # Check the dtypes and shapes of the other tensors.
+    reader.files.check_floats(reader.to_stored_name(name) for name in required if name in reader)
+    for name, keys in required.items():
         expected = keys[0].compute_hf_shape(reader.shapes[keys[0].name])
         if name in reader and reader.files.get_shape(reader.to_stored_name(name)) != expected:
             raise CheckpointError(
-                f"{where}: {name} is {reader.files.get_shape(reader.to_stored_name(name))}, config.json "
-                f"asks for {expected}"
+                f"{directory}: {name} is {reader.files.get_shape(reader.to_stored_name(name))}, "
+                f"config.json asks for {expected}"
             )
 
 
 def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
+    remainder = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + remainder
 
 
 def load(
@@ -440,10 +438,8 @@ def compute_parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, by canonical name, without allocating the parameters."""
     with torch.device("meta"):
-        parameter_shapes: dict[str, tuple[int, ...]] = {}
-        for name, p in canonical_values(Transformer(config, head)).items():
-            parameter_shapes[name] = tuple(p.shape)
-        return parameter_shapes
+        parameters = canonical_values(Transformer(config, head))
+        return {name: tuple(values.shape) for name, values in parameters.items()}
 
 
 # -- writing
@@ -462,8 +458,9 @@ def save(
 ) -> None:
     """Write a model directory that `transformers` can load: weights and configuration files.
 
-    `parameters` have canonical names (weft's own); they are written in `dtype`, or unchanged if it
-    is None. The mapping can read each parameter when it is asked for it: one is held at a time.
+    `parameters` have canonical names (weft's own). They are written in `dtype`, or in their own
+    dtypes if it is None. The mapping may load each parameter on access: only the parameters of one
+    checkpoint tensor are held at a time.
 
     In an existing generation_config.json, only the special tokens are updated. Each file has a
     temporary name until it is complete, and config.json is written last, so a directory with a
@@ -478,21 +475,23 @@ def save(
     assert set(parameters) == set(keymap.keys), (
         f"parameters differ from the key map: {set(parameters) ^ set(keymap.keys)}"
     )
-    # Tensors of the same parameter, such as the matrices of experts, follow one another.
-    wanted = keymap.group_by_hf_name()
-    order = {name: number for number, name in enumerate(keymap.keys)}
-    wanted = dict(sorted(wanted.items(), key=lambda each: order[each[1][0].name]))
+    # Write the tensors of the same parameter, such as the matrices of experts, one after another.
+    keys_by_tensor = keymap.group_by_hf_name()
+    positions = {name: number for number, name in enumerate(keymap.keys)}
+    keys_by_tensor = dict(
+        sorted(keys_by_tensor.items(), key=lambda each: positions[each[1][0].name])
+    )
     layouts: dict[str, TensorLayout] = {}
-    for name, keys in wanted.items():
+    for name, keys in keys_by_tensor.items():
         shape = keys[0].compute_hf_shape(shapes[keys[0].name])
         layouts[name] = (dtype or parameters[keys[0].name].dtype, shape)
 
-    def convert() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in assemble(wanted, parameters, shapes):
+    def convert_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in assemble(keys_by_tensor, parameters, shapes):
             yield name, tensor.to(layouts[name][0])
-            del tensor  # before the next one is made
+            del tensor  # free it before the next one is assembled
 
-    weight_files.write(folder, convert(), layouts, shard_bytes=shard_bytes)
+    weight_files.write(folder, convert_tensors(), layouts, shard_bytes=shard_bytes)
     _write_config(folder, values, head, next(iter(layouts.values()))[0], pooling)
 
 
@@ -506,7 +505,7 @@ def save_config(
 ) -> None:
     """Write config.json and generation_config.json, but no weights.
 
-    The two files are the same as those that `save` writes.
+    They equal the files that `save` writes.
     """
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
@@ -520,15 +519,14 @@ def _write_config(
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}
-    chosen = {}
+    token_ids = {}
     for key in GENERATION_KEYS:
         if values.get(key) is not None:
-            chosen[key] = values[key]
-    there = folder / GENERATION
-    write_generation(
-        folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen}
-    )
-    weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+            token_ids[key] = values[key]
+    file = folder / GENERATION
+    stored = json.loads(file.read_text()) if file.is_file() else {}
+    write_generation(folder, {**stored, **token_ids})
+    _write_json(folder / CONFIG, values)
 
 
 def write_mean_pooled_architecture(directory: Path) -> None:
@@ -536,33 +534,36 @@ def write_mean_pooled_architecture(directory: Path) -> None:
 
     This replaces a class of `transformers` that would read the score at the last token.
     """
-    values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
-    weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    _write_json(directory / CONFIG, read_raw(directory) | {"architectures": [MEAN_POOLED]})
 
 
 def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
-    """Write generation_config.json atomically."""
-    weight_files.write_text(
-        Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n"
-    )
+    """Write generation_config.json atomically. Raises `RunError` if writing fails."""
+    _write_json(Path(directory) / GENERATION, values)
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    weight_files.write_text(file, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def assemble(
-    wanted: Mapping[str, list[Key]],
+    keys_by_tensor: Mapping[str, list[Key]],
     parameters: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each checkpoint tensor in `wanted`, assembled from `parameters`.
+    """Yield (name, tensor) for each checkpoint tensor, assembled from `parameters`.
 
-    `wanted` maps the name of a checkpoint tensor to the keys of the parameters that the tensor
-    contains. A `Key` names a parameter and describes where it is in the checkpoint. `shapes` are
-    those of the parameters. One tensor is held at a time.
+    `keys_by_tensor` maps the name of each checkpoint tensor to the keys of the parameters in it. A
+    `Key` names a parameter and describes its place in the checkpoint. `shapes` are the shapes of
+    the parameters. One tensor is held at a time.
     """
-    held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
-    for key in {key.name: key for keys in wanted.values() for key in keys}.values():
+    pieces_by_tensor: dict[str, list[tuple[Key, CheckpointRectangle]]] = {
+        name: [] for name in keys_by_tensor
+    }
+    for key in {key.name: key for keys in keys_by_tensor.values() for key in keys}.values():
         for piece in list_rectangles(key, shapes[key.name]):
-            held[piece.hf].append((key, piece))
-    for name, parts in held.items():
+            pieces_by_tensor[piece.hf].append((key, piece))
+    for name, parts in pieces_by_tensor.items():
         whole_tensor: Tensor | None = None
         for key, piece in parts:
             parameter = parameters[key.name].detach()
@@ -578,18 +579,21 @@ def assemble(
             whole_tensor[piece.source] = part
         assert whole_tensor is not None, name
         yield name, whole_tensor
-        del parameter, part, whole_tensor  # before the next one is read
+        del parameter, part, whole_tensor  # free them before the next ones are read
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """Return a copy of the configuration with changed special token ids.
+    """Return a copy of the configuration with other special token ids.
 
-    `ids` can be `bos_token_id`, `eos_token_id` and `pad_token_id`. An id of None removes the token.
+    `ids` can have the keys `bos_token_id`, `eos_token_id` and `pad_token_id`. An id of None removes
+    the token.
     """
     unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"
-    extra = {**config.extra, **ids}
-    return replace(
-        config,
-        extra={key: value for key, value in extra.items() if key not in ids or value is not None},
-    )
+    extra = dict(config.extra)
+    for key, value in ids.items():
+        if value is None:
+            extra.pop(key, None)
+        else:
+            extra[key] = value
+    return replace(config, extra=extra)

@@ -1,7 +1,7 @@
-"""Completion of a model card: results of evaluations and, for the hub, the name of the repository.
+"""Add results of evaluations to a model card and, for the hub, the name of the repository.
 
-The results are those that lm-evaluation-harness, or `weft eval suite`, has stored in the
-checkpoint's folder or below it as `results_*.json`, and those of the run's option `eval_suite`.
+The results are read from files `results_*.json` of lm-evaluation-harness or `weft eval suite` below
+the checkpoint's folder, and from the files of the run's option `eval_suite`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ USE_SECTION = re.compile(r"^## Use\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Value of one metric of one task, as lm-evaluation-harness stores it.
+    """Value of one metric of one task, as stored by lm-evaluation-harness.
 
     `filter` is the name of the harness' filter. `error` is the standard error, `shots` the number
     of examples in the prompt, `items` the number of evaluated items, and `total` the number of
-    items of the task. They are None if the file does not have them. `dataset` is the hub name of
-    the task's dataset, or the name of the task.
+    items of the task; each is None if the file does not state it. `dataset` is the hub name of the
+    task's dataset, or the name of the task if the dataset is not on the hub.
     """
 
     task: str
@@ -61,7 +61,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class CardMetadata:
-    """Metadata that a user adds to a card. None keeps what the card says."""
+    """Metadata that a user adds to a card. None keeps the card's own value."""
 
     base_model: str | None = None
     license: str | None = None
@@ -70,9 +70,9 @@ class CardMetadata:
 def read_task_results(checkpoint: Path) -> list[TaskResult]:
     """Return the results stored below a checkpoint's folder, sorted by task and metric.
 
-    For the policy of a run, these include what the run's `eval_suite` has stored for its step. If a
-    task was evaluated several times with the same number of shots, the last results count.
-    Files that have no results are ignored.
+    For a checkpoint of a run's policy, the results of the run's `eval_suite` for this step are
+    included. If a task was evaluated several times with the same number of shots, the last results
+    are used. Files without results are ignored.
     """
     files = []
     for path in sorted([*checkpoint.rglob(RESULTS), *_list_run_results(checkpoint.absolute())]):
@@ -82,14 +82,16 @@ def read_task_results(checkpoint: Path) -> list[TaskResult]:
     newest: dict[tuple[str, int | None], list[TaskResult]] = {}
     for _, _, content in sorted(files, key=lambda file: file[:2]):
         newest |= _group_results(content)
-    return sorted(
-        (each for results in newest.values() for each in results),
-        key=lambda each: (each.task, each.shots or 0, each.metric, each.filter),
-    )
+    results = [result for group in newest.values() for result in group]
+    results.sort(key=lambda each: (each.task, each.shots or 0, each.metric, each.filter))
+    return results
 
 
 def _list_run_results(checkpoint: Path) -> list[Path]:
-    """Return the result files of `eval_suite` for a checkpoint of the evaluated role."""
+    """Return the files with the results of the run's `eval_suite` for the checkpoint of a policy.
+
+    The list is empty for other checkpoints.
+    """
     role = checkpoint.parent
     is_step = STEP.fullmatch(checkpoint.name) is not None
     if not is_step or role.name not in POLICIES or role.parent.name != CHECKPOINTS:
@@ -98,10 +100,11 @@ def _list_run_results(checkpoint: Path) -> list[Path]:
 
 
 def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], list[TaskResult]]:
+    """Return the results in the content of a result file, by (task, number of shots)."""
     grouped: dict[tuple[str, int | None], list[TaskResult]] = {}
     results = content.get("results")
-    for task, values in results.items() if isinstance(results, Mapping) else ():
-        if not isinstance(values, Mapping):
+    for task, task_values in results.items() if isinstance(results, Mapping) else ():
+        if not isinstance(task_values, Mapping):
             continue
         shots = _read_whole(_get(content, "n-shot", task))
         samples = _get(content, "n-samples", task)
@@ -109,11 +112,11 @@ def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], l
         config = _get(content, "configs", task)
         dataset = config.get("dataset_path") if isinstance(config, Mapping) else None
         is_public = isinstance(dataset, str) and dataset.count("/") == 1 and dataset[0] not in "/.~"
-        for key, value in values.items():
+        for key, value in task_values.items():
             metric, comma, filter = key.partition(",")
             if not comma or metric.endswith("_stderr") or not is_finite(value):
                 continue
-            error = values.get(f"{metric}_stderr,{filter}")
+            error = task_values.get(f"{metric}_stderr,{filter}")
             result = TaskResult(
                 task=str(task),
                 metric=metric,
@@ -139,7 +142,7 @@ def _read_whole(value: Any) -> int | None:
 
 
 def describe_results(results: Sequence[TaskResult]) -> str:
-    """Return the section of a card about results: one row for each metric of each task."""
+    """Return the section "Results" of a card: a table with a row for each metric of each task."""
     lines = [
         "## Results\n",
         "Values of lm-evaluation-harness, with the standard error.\n",
@@ -159,17 +162,17 @@ def describe_results(results: Sequence[TaskResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_card_results(checkpoint: Path, place: Path | None = None) -> None:
-    """Write the results of a checkpoint into its card, in place of those that it has.
+def write_card_results(checkpoint: Path, result_folder: Path | None = None) -> None:
+    """Replace the results in a checkpoint's card by the stored results.
 
-    They are the stored results for the folder `place`, by default the checkpoint's own. A card that
-    weft did not write, or that a user has edited, is left as it is.
+    The results are read from `result_folder`; the default is the checkpoint's folder. A card that
+    weft did not write, or that a user has edited, is not changed.
     """
     stored = read_card(checkpoint)
     body = None if stored is None else strip_checksum(stored)
     if body is None:
         return
-    results = read_task_results(place or checkpoint)
+    results = read_task_results(result_folder or checkpoint)
     text = f"{RESULTS_SECTION.sub('', body).rstrip()}\n"
     if results:
         text += f"\n{describe_results(results)}"
@@ -177,20 +180,20 @@ def write_card_results(checkpoint: Path, place: Path | None = None) -> None:
 
 
 def complete_card(
-    checkpoint: Path, folder: Path, repo: str, added: CardMetadata
+    checkpoint: Path, folder: Path, repo: str, metadata: CardMetadata
 ) -> tuple[str, list[str]]:
-    """Return (text, notes) of the card with which a model is uploaded to the repository `repo`.
+    """Return (text, notes) of the model card for an upload to the repository `repo`.
 
-    `checkpoint` is the folder with the card and the results. `folder` is the one with the weights:
-    the same, or the folder of the adapter in it. A card that the user has edited keeps its text;
-    only the metadata in `added` are set.
+    `checkpoint` is the folder with the card and the results. `folder` has the weights: it is
+    `checkpoint` itself, or the folder of the adapter in it. The text of a card that the user has
+    edited is kept; only `metadata` are set.
     """
     stored = read_card(checkpoint)
     body = None if stored is None else strip_checksum(stored)
     notes = []
     if stored is not None and body is None:
         card = ModelCard(stored, ignore_metadata_errors=True)
-        _add_metadata(card, added)
+        _add_metadata(card, metadata)
         notes.append("README.md was edited, so its text is uploaded as it is")
         return str(card), notes
     if body is None:
@@ -206,25 +209,25 @@ def complete_card(
     if results:
         text = f"{text.rstrip()}\n\n{describe_results(results)}"
     card = ModelCard(text, ignore_metadata_errors=True)
-    _add_metadata(card, added)
+    _add_metadata(card, metadata)
     data: Any = card.data
     if folder != checkpoint:
         data.library_name = "peft"
-    whole = [each for each in results if not each.is_partial]
-    if whole:
+    complete_results = [each for each in results if not each.is_partial]
+    if complete_results:
         data.model_name = repo.split("/")[-1]
-        data.eval_results = [_convert_result(each) for each in whole]
-    if len(whole) < len(results):
+        data.eval_results = [_convert_result(each) for each in complete_results]
+    if len(complete_results) < len(results):
         notes.append("results of a part of a task's items are in the card's table only")
     return f"{str(card).rstrip()}\n", notes
 
 
-def _add_metadata(card: ModelCard, added: CardMetadata) -> None:
+def _add_metadata(card: ModelCard, metadata: CardMetadata) -> None:
     data: Any = card.data
-    if added.base_model is not None:
-        data.base_model = added.base_model
-    if added.license is not None:
-        data.license = added.license
+    if metadata.base_model is not None:
+        data.base_model = metadata.base_model
+    if metadata.license is not None:
+        data.license = metadata.license
 
 
 def _convert_result(result: TaskResult) -> EvalResult:

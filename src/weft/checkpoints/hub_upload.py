@@ -1,8 +1,8 @@
-"""Upload of a model to the Hugging Face hub.
+"""Upload a model to the Hugging Face hub.
 
 `plan_upload` chooses the files of a model directory: weights, configuration, tokenizer and card.
-Everything else stays on this machine: optimizer states, results, data, logs and code. `upload`
-sends the planned files in one commit.
+All other files stay on this machine: optimizer states, results, data, logs and code. `upload` sends
+the planned files in one commit.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from weft.writing import write
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Entries of configurations that can hold a path of the machine on which they were written.
-PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
+# keys of configurations whose value may be a path on the machine that wrote them
+LOCAL_PATH_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
 TOKENIZER_FILES = (
     *("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
 )
-# Files that describe the weights. Those of an earlier upload are removed if the new one has none.
+# Files that describe the weights. An upload removes earlier ones that it does not replace.
 DESCRIPTIONS = (CONFIG, "generation_config.json", ADAPTER, *TOKENIZER_FILES)
-# Files of a model directory that are uploaded, besides its card.
+# files of a model directory that are uploaded, in addition to its card
 MODEL_FILES = (*WEIGHTS, *DESCRIPTIONS, "*.gguf", "LICENSE*", "NOTICE*")
 BASE = "base_model_name_or_path"
-REFUSED = {401: "does not accept the token", 403: "does not let this token write there"}
+REFUSALS = {401: "does not accept the token", 403: "does not let this token write there"}
 
 
 @dataclass(frozen=True)
 class HubUploadPlan:
     """Files to upload to a repository.
 
-    `files` maps names in the repository to files of this machine, and `texts` to the contents of
-    files that are made for the upload. `left_out` maps names of other files in the model's folder
-    to the reasons for leaving them out. `notes` are messages for the user.
+    `files` maps names in the repository to files on this machine, and `texts` maps names to the
+    contents of files that are generated for the upload. `left_out` maps the names of other files in
+    the model's folder to the reasons for leaving them out. `notes` are messages for the user.
     """
 
     repo: str
@@ -76,7 +76,7 @@ class HubUploadPlan:
 
 
 def check_repository_name(repo: str) -> None:
-    """Raise `ConfigError` unless `repo` has the form OWNER/NAME, with a valid name."""
+    """Raise `ConfigError` unless `repo` is a valid name of the form OWNER/NAME."""
     try:
         huggingface_hub.utils.validate_repo_id(repo)
     except HFValidationError as error:
@@ -90,10 +90,11 @@ def plan_upload(
 ) -> HubUploadPlan:
     """Choose the files of a model to upload to `repo`. Nothing is sent or written.
 
-    If the checkpoint has an adapter, the adapter is uploaded, or with `merged` the weights that
-    include it. `base_model` is the hub name of the model that an adapter belongs to, or that the
-    weights are derived from. Raises `ConfigError` or `CheckpointError` if the folder has no
-    weights, or if the model of an adapter is not known on the hub.
+    If the checkpoint has an adapter, the adapter is uploaded or, with `merged`, the weights that
+    include it. `base_model` is the hub name of the adapter's base model, or of the model from which
+    the weights are derived. `license` is written into the card. Raises `CheckpointError` if the
+    folder has no weights, and `ConfigError` if an adapter's base model has no known name on the
+    hub.
     """
     has_adapter = (checkpoint / ADAPTER_FOLDER / ADAPTER).is_file()
     folder = checkpoint / ADAPTER_FOLDER if has_adapter and not merged else checkpoint
@@ -118,16 +119,17 @@ def plan_upload(
     notes += removed
     if folder != checkpoint:
         notes.append("the adapter is uploaded; --merged uploads the whole model")
-    chosen = {*files.values(), folder / ADAPTER, *(checkpoint / name for name in cleaned)}
-    chosen |= {folder / name for name in cleaned}
-    left_out = _explain_left_out(checkpoint, folder, chosen)
+    used_files = {*files.values(), folder / ADAPTER, *(checkpoint / name for name in cleaned)}
+    used_files |= {folder / name for name in cleaned}
+    left_out = _explain_left_out(checkpoint, folder, used_files)
     return HubUploadPlan(repo, files, texts, left_out, notes)
 
 
 def _remove_local_paths(files: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
-    """Return configurations without the places on this machine that some programs store, and notes.
+    """Return (configurations without paths of this machine, notes about the removed entries).
 
-    Only files that have such an entry are in the result.
+    Some programs store such paths. The configurations are the new contents of the files that have
+    such paths, by file name.
     """
     cleaned = {}
     notes = []
@@ -136,34 +138,34 @@ def _remove_local_paths(files: Mapping[str, Path]) -> tuple[dict[str, str], list
             continue
         settings: dict[str, Any] = read_object(files[name], str(files[name]), CheckpointError)
         local = []
-        for key in PLACES:
+        for key in LOCAL_PATH_KEYS:
             value = settings.get(key)
             if isinstance(value, str) and "/" in value and not is_hub_name(value, Path()):
                 local.append(key)
         if local:
-            rest = {key: value for key, value in settings.items() if key not in local}
-            cleaned[name] = json.dumps(rest, indent=2, ensure_ascii=False) + "\n"
+            kept_settings = {key: value for key, value in settings.items() if key not in local}
+            cleaned[name] = json.dumps(kept_settings, indent=2, ensure_ascii=False) + "\n"
             notes.append(f"{name} is uploaded without {', '.join(local)}: a path of this machine")
     return cleaned, notes
 
 
 def _select_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
-    chosen = {}
+    selected = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
-            chosen[path.name] = path
-    return chosen
+            selected[path.name] = path
+    return selected
 
 
-def _explain_left_out(checkpoint: Path, folder: Path, chosen: set[Path]) -> dict[str, str]:
-    """Return a reason for each file below `checkpoint` that is not uploaded.
+def _explain_left_out(checkpoint: Path, folder: Path, used_files: set[Path]) -> dict[str, str]:
+    """Return the reason for each file below `checkpoint` that is not uploaded, by name.
 
-    `folder` is the one whose weights are uploaded.
+    `folder` is the folder with the uploaded weights, and `used_files` are all files of the upload.
     """
     reasons = {}
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        if not path.is_file() or path in chosen or name == README:
+        if not path.is_file() or path in used_files or name == README:
             continue
         if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
             reasons[name] = "not in safetensors format"
@@ -181,9 +183,10 @@ def _explain_left_out(checkpoint: Path, folder: Path, chosen: set[Path]) -> dict
 
 
 def _write_adapter_config(path: Path, base_model: str | None) -> tuple[str, str]:
-    """Return (content, hub name of the base model) of an adapter's configuration for the hub.
+    """Return (content, base model) of the adapter configuration `path`, changed for the hub.
 
-    Raises `ConfigError` if the base model is a folder of this machine and `base_model` is None.
+    The content names `base_model` or, if that is None, the stored base model. Raises `ConfigError`
+    if `base_model` is None and the stored base model is not a name on the hub.
     """
     settings: dict[str, Any] = read_object(path, str(path), CheckpointError)
     stored = settings.get(BASE)
@@ -210,11 +213,11 @@ class HubRepository:
 
 
 def open_api(token: str | None, option: str) -> Any:
-    """Return the client of the hub.
+    """Return a client of the hub.
 
-    `token` is the access token; None means the one of `hf auth login` or HF_TOKEN. `option` tells
-    where the user has set it, for messages. Raises `ConfigError` if there is no token, or if the
-    hub must not be used.
+    `token` is the access token; if it is None, the token of `hf auth login` or HF_TOKEN is used.
+    `option` is a phrase for messages that names the source of the token, such as " in VARIABLE".
+    Raises `ConfigError` if there is no token, or if HF_HUB_OFFLINE is set.
     """
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
@@ -231,7 +234,10 @@ def open_api(token: str | None, option: str) -> Any:
 
 
 def find_repository(api: Any, repo: str) -> HubRepository:
-    """Ask the hub whether a repository exists, and whether it is private."""
+    """Look up a repository on the hub, and whether it is private.
+
+    Raises `ConfigError` or `RunError` if the hub refuses the request or cannot be reached.
+    """
     with explain_hub_errors(repo):
         try:
             info = api.repo_info(repo, repo_type="model")
@@ -245,10 +251,10 @@ def upload(
 ) -> str:
     """Upload the planned files in one commit, and return its URL.
 
-    The repository is created if it does not exist, `private` or public, and so is the branch
-    `revision`. Weights, configurations and tokenizer files in the repository that the upload does
-    not replace are removed, because loaders would mix them with the new ones. Raises `ConfigError`
-    if the hub does not allow it, and `RunError` if it fails.
+    If the repository does not exist, it is created, private or public as `private` says. A missing
+    branch `revision` is also created. Weights, configurations and tokenizer files in the repository
+    that the upload does not replace are removed, because loaders would mix them with the new ones.
+    Raises `ConfigError` if the hub does not allow the upload, and `RunError` if the upload fails.
     """
     with explain_hub_errors(plan.repo), tempfile.TemporaryDirectory(prefix="weft-push-") as folder:
         for name, path in plan.files.items():
@@ -271,7 +277,7 @@ def upload(
 
 @contextmanager
 def explain_hub_errors(repo: str) -> Iterator[None]:
-    """Convert errors of the hub's client in the block into errors of weft that name `repo`."""
+    """Convert errors of the hub's client in the `with` block to errors of weft that name `repo`."""
     try:
         yield
     except OfflineModeIsEnabled:
@@ -281,9 +287,9 @@ def explain_hub_errors(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if status in REFUSED:
+        if status in REFUSALS:
             raise ConfigError(
-                f"{repo}: the hub {REFUSED[status]} ({line}); run hf auth login with a token that "
+                f"{repo}: the hub {REFUSALS[status]} ({line}); run hf auth login with a token that "
                 f"may write there"
             ) from error
         raise RunError(f"{repo}: the hub refuses the upload ({line})") from error

@@ -4,7 +4,7 @@ Legacy files start with seven int32 (dim, hidden, layers, heads, kv heads, vocab
 followed by the weights, which include two rotary tables. A negative vocabulary size means that the
 output matrix is not shared with the embedding. Files of version 1 have a header of 256 bytes:
 "ak42", the version, the same seven int32, one byte that is nonzero if the output matrix is shared,
-and zeros. In the weights that follow, all norms come first.
+and zeros. The weights follow, with all norms first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ TensorShapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Llama2cHeader:
+    """Header of a llama2.c file: sizes of the model, and the layout of the weights."""
+
     hidden: int
     intermediate: int
     layers: int
@@ -47,9 +49,9 @@ class Llama2cHeader:
     kv_heads: int
     vocab: int
     length: int
-    shared: bool  # the embedding is the classifier
-    legacy: bool
-    start: int  # bytes before the weights
+    shared: bool  # True if the output matrix is the embedding
+    legacy: bool  # True for the legacy layout, False for version 1
+    start: int  # offset of the weights in bytes
 
 
 def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -69,7 +71,7 @@ def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
     values = torch.from_numpy(np.frombuffer(raw, dtype="<f4", offset=header.start).copy())
     stored = {}
     for name, part in zip(
-        shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
+        shapes, values.split([math.prod(shape) for shape in shapes.values()]), strict=True
     ):
         stored[name] = part.reshape(shapes[name])
     return _build_config(header), _build_parameters(header, stored)
@@ -79,49 +81,61 @@ def _parse_header(path: Path, raw: bytes) -> Llama2cHeader:
     if len(raw) < HEADER_BYTES:
         raise CheckpointError(f"{path} is not a llama2.c checkpoint: it has {len(raw)} bytes")
     magic, version = struct.unpack_from("<Ii", raw)
-    legacy = magic != MAGIC
-    if not legacy and version != 1:
+    is_legacy = magic != MAGIC
+    if not is_legacy and version != 1:
         raise CheckpointError(
             f"{path} is export version {version} (quantized); convert version 0 or 1, float32"
         )
-    hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from(
-        "<7i", raw, 0 if legacy else 8
+    hidden, intermediate, layers, heads, kv_heads, vocab, length = struct.unpack_from(
+        "<7i", raw, 0 if is_legacy else 8
     )
-    shared = vocab > 0 if legacy else raw[36] != 0
-    start = 28 if legacy else HEADER_BYTES
+    is_shared = vocab > 0 if is_legacy else raw[36] != 0
+    start = 28 if is_legacy else HEADER_BYTES
     header = Llama2cHeader(
-        hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
+        abs(vocab),
+        length,
+        is_shared,
+        is_legacy,
+        start,
     )
-    plausible = all(
-        0 < n < 2**24
-        for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
+    is_plausible = all(
+        0 < size < 2**24
+        for size in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
     )
-    if not plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
+    if not is_plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
         raise CheckpointError(f"{path} is not a llama2.c checkpoint: its header reads {header}")
     return header
 
 
 def _list_shapes(header: Llama2cHeader) -> TensorShapes:
-    """Return the shapes of the tensors in file order; each tensor stacks the weights of all layers."""
+    """Return the shapes of the tensors in file order.
+
+    The weights of all layers are stacked in one tensor.
+    """
     layers = header.layers
     hidden = header.hidden
-    inner = header.intermediate
-    size = hidden // header.heads
-    shared = header.kv_heads * size
+    intermediate = header.intermediate
+    head_dim = hidden // header.heads
+    kv_dim = header.kv_heads * head_dim
     embedding: TensorShapes = {"embedding": (header.vocab, hidden)}
     attention_norm: TensorShapes = {"attention_norm": (layers, hidden)}
     mlp_norm: TensorShapes = {"mlp_norm": (layers, hidden)}
     last_norm: TensorShapes = {"norm": (hidden,)}
     attention: TensorShapes = {
         "wq": (layers, hidden, hidden),
-        "wk": (layers, shared, hidden),
-        "wv": (layers, shared, hidden),
+        "wk": (layers, kv_dim, hidden),
+        "wv": (layers, kv_dim, hidden),
         "wo": (layers, hidden, hidden),
     }
     mlp: TensorShapes = {
-        "w1": (layers, inner, hidden),
-        "w2": (layers, hidden, inner),
-        "w3": (layers, inner, hidden),
+        "w1": (layers, intermediate, hidden),
+        "w2": (layers, hidden, intermediate),
+        "w3": (layers, intermediate, hidden),
     }
     if header.shared:
         classifier: TensorShapes = {}
@@ -129,8 +143,8 @@ def _list_shapes(header: Llama2cHeader) -> TensorShapes:
         classifier = {"classifier": (header.vocab, hidden)}
     if header.legacy:
         tables: TensorShapes = {
-            "cos": (header.length, size // 2),
-            "sin": (header.length, size // 2),
+            "cos": (header.length, head_dim // 2),
+            "sin": (header.length, head_dim // 2),
         }
         return (
             embedding
@@ -172,13 +186,13 @@ def _build_parameters(header: Llama2cHeader, stored: dict[str, Tensor]) -> dict[
         block = f"blocks.{layer}"
         parameters[f"{block}.norm1.weight"] = stored["attention_norm"][layer]
         parameters[f"{block}.norm2.weight"] = stored["mlp_norm"][layer]
-        for ours, theirs in MATRICES.items():
-            matrix = stored[theirs][layer]
-            if theirs in ("wq", "wk"):
+        for weft_name, file_name in MATRICES.items():
+            matrix = stored[file_name][layer]
+            if file_name in ("wq", "wk"):
                 matrix = _permute_rotary(
-                    matrix, header.heads if theirs == "wq" else header.kv_heads
+                    matrix, header.heads if file_name == "wq" else header.kv_heads
                 )
-            parameters[f"{block}.{ours}.weight"] = matrix
+            parameters[f"{block}.{weft_name}.weight"] = matrix
     return parameters
 
 

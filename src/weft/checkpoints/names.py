@@ -1,6 +1,6 @@
 """Find the directory of a model from its name.
 
-runs/E/T                    newest checkpoint of the run, of a suitable role (`ModelQuery.roles`)
+runs/E/T                    newest checkpoint of a suitable role (`ModelQuery.roles`) of the run
 runs/E/T@step40             checkpoint of step 40; @latest means the newest
 runs/E/T@best               checkpoint that is the best by the run's option `save_best`
 runs/E/T@latest:critic      newest checkpoint of the role `critic`; equivalent to runs/E/T:critic
@@ -47,8 +47,9 @@ ADAPTER = "adapter_config.json"
 RUN_CONFIG = "config.yaml"
 LATEST = "latest"
 BEST = "best"
-WORDS = {LATEST: "newest", BEST: "best"}
-NOW = {LATEST: "newer", BEST: "better"}  # of another checkpoint
+# words for messages about the checkpoint of a keyword, and about another one in its place
+SUPERLATIVES = {LATEST: "newest", BEST: "best"}
+COMPARATIVES = {LATEST: "newer", BEST: "better"}
 ACCEPTED_NAMES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
 NAME_PATTERN = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -56,7 +57,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MIN_SIMILARITY = 0.7
 MAX_RUNS = 500  # maximum number of runs searched for a hint
 
-CheckpointSteps = Mapping[int, Path]
+CheckpointSteps = Mapping[int, Path]  # step -> directory of a role's checkpoint
 
 
 @dataclass(frozen=True)
@@ -92,66 +93,68 @@ class ModelQuery:
     initial_checkpoint: str | None = None
     own_run: Path | None = None
 
-    def format_option(self, given: str) -> str:
-        return f"{self.option}={given!r}" if self.option else given
+    def format_option(self, name: str) -> str:
+        """Return the beginning of messages about `name`, the name that the user typed."""
+        return f"{self.option}={name!r}" if self.option else name
 
 
-def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
-    """Return the model that the name `given` refers to, without looking up hub names.
+def locate_model(name: str, query: ModelQuery | None = None) -> LocatedModel:
+    """Return the model that `name` refers to, without looking up hub names.
 
-    `wanted` states which models are acceptable; by default, these are policies. If nothing on this
-    machine matches `given`, but it could be a hub name, it is returned unchanged as the model's
-    path. Raises `CheckpointError` if the name refers to no model. The message lists the accepted
-    kinds of names and suggests a similar name.
+    `query` states which models are acceptable; the default is policies. If nothing on this machine
+    matches `name`, but it could be a hub name, the model's path is `name` itself. Raises
+    `CheckpointError` if `name` refers to no model; the message lists the accepted forms of names
+    and suggests a similar name.
     """
-    wanted = wanted or ModelQuery()
-    if is_remote(given):
-        url = find_checkpoint_url(given, wanted.roles)
-        return LocatedModel(copy_if_remote(url, wanted.format_option(url)))
-    refuse_url(given, wanted.format_option(given), CheckpointError)
-    folder = Path(given).expanduser()
+    query = query or ModelQuery()
+    if is_remote(name):
+        url = find_checkpoint_url(name, query.roles)
+        return LocatedModel(copy_if_remote(url, query.format_option(url)))
+    refuse_url(name, query.format_option(name), CheckpointError)
+    folder = Path(name).expanduser()
     if folder.is_file() or is_model(folder):
-        return LocatedModel(given)
+        return LocatedModel(name)
     if folder.is_dir():
-        return _find_in_run(given, folder, None, None, wanted)
-    match = NAME_PATTERN.fullmatch(given)
+        return _find_in_run(name, folder, None, None, query)
+    match = NAME_PATTERN.fullmatch(name)
     assert match is not None, "every text has this form"
-    place = Path(match["place"]).expanduser()
+    path = Path(match["place"]).expanduser()
     step = match["step"]
     role = match["role"]
     if match["place"] == LATEST:
-        return _find_in_newest_run(given, step, role, wanted)
-    if place.name in (LATEST, BEST) and step is None:
-        step = place.name
-        place = place.parent
-    if match["place"] and place.is_dir() and not is_model(place):
-        return _find_in_run(given, place, step, role, wanted)
-    short = _find_short_run(str(place), wanted)
-    if short is not None and not _is_cached(given):
-        model = _find_in_run(given, short, step, role, wanted)
+        return _find_in_newest_run(name, step, role, query)
+    if path.name in (LATEST, BEST) and step is None:
+        step = path.name
+        path = path.parent
+    if match["place"] and path.is_dir() and not is_model(path):
+        return _find_in_run(name, path, step, role, query)
+    run = _find_short_run(str(path), query)
+    if run is not None and not _is_cached(name):
+        model = _find_in_run(name, run, step, role, query)
         return LocatedModel(
             model.path,
-            f"{wanted.format_option(given)}: taken as a run, {model.path} (no model of this name is cached)",
+            f"{query.format_option(name)}: taken as a run, {model.path} (no model of this name is "
+            f"cached)",
         )
-    if HUB_NAME.fullmatch(given):
-        return LocatedModel(given)
+    if HUB_NAME.fullmatch(name):
+        return LocatedModel(name)
     raise CheckpointError(
-        f"{wanted.format_option(given)}: there is no such file or directory; name {ACCEPTED_NAMES}; "
-        f"{suggest_path(str(place), wanted.fileroot)}"
+        f"{query.format_option(name)}: there is no such file or directory; name {ACCEPTED_NAMES}; "
+        f"{suggest_path(str(path), query.fileroot)}"
     )
 
 
-def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the model that `given` refers to, after checking that it exists.
+def find_model(name: str, query: ModelQuery) -> LocatedModel:
+    """Return the model that `name` refers to, after checking that it exists.
 
-    `wanted` states which models are acceptable. A hub name is looked up in the local cache first,
-    and then on the hub. Raises `CheckpointError` if the model is not found.
+    `query` states which models are acceptable. A hub name is looked up first in the local cache,
+    then on the hub. Raises `CheckpointError` if the model is not found.
     """
-    model = locate_model(given, wanted)
+    model = locate_model(name, query)
     if not Path(model.path).expanduser().exists():
         from weft.data import hub  # the hub's library takes a moment to import
 
-        hub.check_model(wanted.option, model.path, suggest_path(model.path, wanted.fileroot))
+        hub.check_model(query.option, model.path, suggest_path(model.path, query.fileroot))
     return model
 
 
@@ -174,27 +177,27 @@ def is_model(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
 
 
-def suggest_path(given: str, fileroot: str = RUNS) -> str:
+def suggest_path(typed_path: str, fileroot: str = RUNS) -> str:
     """Return a hint for a mistyped path: the most similar run, model or neighboring file."""
-    place = Path(given).expanduser()
-    short = "/".join(place.parts[-2:])
+    path = Path(typed_path).expanduser()
+    short_name = "/".join(path.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _list_runs(fileroot)}
-    close = difflib.get_close_matches(
-        short, [name for name in runs if name != given], 1, MIN_SIMILARITY
+    similar_names = difflib.get_close_matches(
+        short_name, [name for name in runs if name != typed_path], 1, MIN_SIMILARITY
     )
-    inside = []
+    contained_runs = []
     for run in runs.values():
-        if given.rstrip("/") in (str(run.parent), run.parent.name):
-            inside.append(run)
-    if inside or close:
-        return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
-    if place.is_dir():
-        models = sorted(p for p in place.iterdir() if is_model(p))
+        if typed_path.rstrip("/") in (str(run.parent), run.parent.name):
+            contained_runs.append(run)
+    if contained_runs or similar_names:
+        return f"did you mean the run {(contained_runs or [runs[similar_names[0]]])[0]}?"
+    if path.is_dir():
+        models = sorted(child for child in path.iterdir() if is_model(child))
     else:
         models = []
     if models:
         return f"did you mean {models[0]}?"
-    similar = suggest_sibling(place)
+    similar = suggest_sibling(path)
     return "check the spelling" if similar is None else f"did you mean {similar}?"
 
 
@@ -202,72 +205,74 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
 
 
 def _find_in_newest_run(
-    given: str, step: str | None, role: str | None, wanted: ModelQuery
+    typed_name: str, step: str | None, role: str | None, query: ModelQuery
 ) -> LocatedModel:
     """Return a checkpoint from the newest run that has one for a suitable role.
 
-    `step` is a step such as "step40", "best", or None or "latest" for the newest checkpoint. If a
-    run that is being resumed asks for the newest or best one, the result is
-    `wanted.initial_checkpoint` instead, so that the run keeps its original model. Raises
-    `CheckpointError` if there is no suitable checkpoint.
+    `step` is a step such as "step40", "best", or None or "latest" for the newest checkpoint. For a
+    resumed run, "best" and "latest" mean `query.initial_checkpoint`, so that the run keeps its
+    original model. Raises `CheckpointError` if there is no suitable checkpoint.
     """
     if (
-        wanted.initial_checkpoint is not None
+        query.initial_checkpoint is not None
         and step in (None, LATEST, BEST)
-        and STEP.fullmatch(Path(wanted.initial_checkpoint).name)
+        and STEP.fullmatch(Path(query.initial_checkpoint).name)
     ):
-        return _choose_initial(given, Path(wanted.initial_checkpoint).expanduser(), "", wanted)
-    if is_remote(wanted.fileroot):
+        return _choose_initial(typed_name, Path(query.initial_checkpoint).expanduser(), "", query)
+    if is_remote(query.fileroot):
         raise CheckpointError(
-            f"{wanted.format_option(given)}: the newest run is not looked up in a bucket; name a run "
-            f"or checkpoint by its URL, such as {wanted.fileroot.rstrip('/')}/E/T"
+            f"{query.format_option(typed_name)}: the newest run is not looked up in a bucket; name "
+            f"a run or checkpoint by its URL, such as {query.fileroot.rstrip('/')}/E/T"
         )
-    root = find_runs_folder(wanted.fileroot)
-    own = None if wanted.own_run is None else wanted.own_run.absolute()
+    root = find_runs_folder(query.fileroot)
+    own_run = None if query.own_run is None else query.own_run.absolute()
     for run in list_newest_first(root):
-        checkpoints = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
-        if any(name in checkpoints for name in ([role] if role is not None else wanted.roles)):
-            return _find_in_run(given, run, LATEST if step is None else step, role, wanted)
-    roles = role or " or ".join(wanted.roles)
+        checkpoints = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own_run else {}
+        if any(name in checkpoints for name in ([role] if role is not None else query.roles)):
+            return _find_in_run(typed_name, run, LATEST if step is None else step, role, query)
+    roles = role or " or ".join(query.roles)
     raise CheckpointError(
-        f"{wanted.format_option(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls "
-        f"lists the runs; name {ACCEPTED_NAMES}"
+        f"{query.format_option(typed_name)}: no run in {query.fileroot} has a checkpoint of "
+        f"{roles}; weft ls lists the runs; name {ACCEPTED_NAMES}"
     )
 
 
 def _find_in_run(
-    given: str, place: Path, step: str | None, role: str | None, wanted: ModelQuery
+    typed_name: str, folder: Path, step: str | None, role: str | None, query: ModelQuery
 ) -> LocatedModel:
     """Return the requested checkpoint of a run.
 
-    `place` is the directory of the run, its folder of checkpoints, or the folder of one role.
+    `folder` is the directory of the run, its folder of checkpoints, or the folder of one role.
     `step` is a step such as "step40", "best", or None or "latest" for the newest. Raises
     `CheckpointError` if there is no such checkpoint.
     """
-    inside = (place / CHECKPOINTS).is_dir() or (place / RUN_CONFIG).is_file()
-    checkpoints = _find_checkpoints(place / CHECKPOINTS if inside else place)
+    is_run = (folder / CHECKPOINTS).is_dir() or (folder / RUN_CONFIG).is_file()
+    checkpoints = _find_checkpoints(folder / CHECKPOINTS if is_run else folder)
     if not checkpoints:
-        raise _build_missing_error(given, place, wanted)
-    name = _choose_role(given, str(place), checkpoints, role, wanted)
-    steps = checkpoints[name]
+        raise _build_missing_error(typed_name, folder, query)
+    chosen_role = _choose_role(typed_name, str(folder), checkpoints, role, query)
+    steps = checkpoints[chosen_role]
     if step is None or step == LATEST:
-        return _choose_current(given, steps[max(steps)], LATEST, name, wanted)
+        return _choose_current(typed_name, steps[max(steps)], LATEST, chosen_role, query)
     if step == BEST:
-        return _choose_current(given, _find_best(given, steps, wanted), BEST, name, wanted)
+        return _choose_current(
+            typed_name, _find_best(typed_name, steps, query), BEST, chosen_role, query
+        )
     number = step.removeprefix("step")
     if not number.isdigit() or int(number) not in steps:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
         raise CheckpointError(
-            f"{wanted.format_option(given)}: {place} has no such checkpoint of {name}; it has {listed}, "
-            f"and @latest"
+            f"{query.format_option(typed_name)}: {folder} has no such checkpoint of {chosen_role}; "
+            f"it has {listed}, and @latest"
         )
     return LocatedModel(str(steps[int(number)]))
 
 
-def _find_best(given: str, steps: CheckpointSteps, wanted: ModelQuery) -> Path:
-    """Return the best of a role's checkpoints by the run's record, which `save_best` writes.
+def _find_best(typed_name: str, steps: CheckpointSteps, query: ModelQuery) -> Path:
+    """Return the best checkpoint of a role, according to the record that `save_best` writes.
 
-    Raises `CheckpointError` if the run has no such record, or if the checkpoint is missing.
+    `steps` are the checkpoints of the role. Raises `CheckpointError` if the run has no such record,
+    or if the best checkpoint is missing.
     """
     folder = next(iter(steps.values())).parent
     try:
@@ -275,84 +280,85 @@ def _find_best(given: str, steps: CheckpointSteps, wanted: ModelQuery) -> Path:
     except CheckpointError as error:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
         raise CheckpointError(
-            f"{wanted.format_option(given)}: {error}; there are {listed}, and @latest"
+            f"{query.format_option(typed_name)}: {error}; there are {listed}, and @latest"
         ) from None
 
 
 def _choose_current(
-    given: str, current: Path, which: str, role: str, wanted: ModelQuery
+    typed_name: str, current: Path, keyword: str, role: str, query: ModelQuery
 ) -> LocatedModel:
-    """Return the checkpoint `current` of a role, or the one that a resumed run began with.
+    """Return the checkpoint `current` of a role, or the initial checkpoint of a resumed run.
 
-    `current` is the newest or the best one, as `which` says, so that it can be another one later.
-    `wanted.initial_checkpoint` is the checkpoint that the run began with, or None for a new run. It
-    is returned if it is one of the role's checkpoints. `given` is the name that the user typed, for
-    messages.
+    `current` is the role's checkpoint for `keyword` ("latest" or "best"), which may change during a
+    run. So a resumed run uses its initial checkpoint again, if that belongs to the same role.
+    `typed_name` is the name that the user typed, for messages.
     """
-    began = (
-        None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
-    )
+    initial = None
+    if query.initial_checkpoint is not None:
+        initial = Path(query.initial_checkpoint).expanduser()
     if (
-        began is None
-        or began.absolute().parent != current.absolute().parent
-        or STEP.fullmatch(began.name) is None
+        initial is None
+        or initial.absolute().parent != current.absolute().parent
+        or STEP.fullmatch(initial.name) is None
     ):
         return LocatedModel(
             str(current),
-            f"{wanted.format_option(given)}: the {WORDS[which]} checkpoint of {role}, {current}",
+            f"{query.format_option(typed_name)}: the {SUPERLATIVES[keyword]} checkpoint of {role}, "
+            f"{current}",
         )
-    return _choose_initial(
-        given,
-        began,
-        "" if began.name == current.name else f"; {current.name} is {NOW[which]}",
-        wanted,
-    )
+    remark = ""
+    if initial.name != current.name:
+        remark = f"; {current.name} is {COMPARATIVES[keyword]}"
+    return _choose_initial(typed_name, initial, remark, query)
 
 
-def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the checkpoint `began`, from which the resumed run originally started.
+def _choose_initial(typed_name: str, initial: Path, remark: str, query: ModelQuery) -> LocatedModel:
+    """Return the checkpoint `initial`, from which a resumed run originally started.
 
-    The result has a note for the user, which mentions `given` (the name that the user typed) and
-    ends with `more`. Raises `CheckpointError` if the checkpoint has been removed.
+    The result has a note for the user, which mentions `typed_name` (the name that the user typed)
+    and ends with `remark`. Raises `CheckpointError` if the checkpoint has been removed.
     """
-    if not began.is_dir():
+    if not initial.is_dir():
         raise CheckpointError(
-            f"{wanted.format_option(given)}: this run began with {began}, which is there no more{more}; "
-            f"restore it, or begin a run with "
-            "another trial_name"
+            f"{query.format_option(typed_name)}: this run began with {initial}, which no "
+            f"longer exists{remark}; restore it, or begin a run with another trial_name"
         )
     return LocatedModel(
-        str(wanted.initial_checkpoint),
-        f"{wanted.format_option(given)}: the checkpoint that this run began with, {began}{more}",
+        str(query.initial_checkpoint),
+        f"{query.format_option(typed_name)}: the checkpoint that this run began with, "
+        f"{initial}{remark}",
     )
 
 
 def _choose_role(
-    given: str,
+    typed_name: str,
     place: str,
     checkpoints: Mapping[str, CheckpointSteps],
     requested_role: str | None,
-    wanted: ModelQuery,
+    query: ModelQuery,
 ) -> str:
     """Return the role whose checkpoint is used.
 
-    This is `requested_role` if given, else the first of `wanted.roles` that has a checkpoint, else
-    the only role with a checkpoint. Raises `CheckpointError` if there is no such role.
+    This is `requested_role` if it is not None, else the first of `query.roles` that has a
+    checkpoint, else the only role with a checkpoint. `checkpoints` maps roles to their checkpoints,
+    and `place` is their folder, for messages. Raises `CheckpointError` if there is no such role.
     """
     if requested_role is not None:
         if requested_role in checkpoints:
             return requested_role
         raise CheckpointError(
-            f"{wanted.format_option(given)}: {place} has no checkpoints of {requested_role!r}; it has those of "
-            f"{_format_roles(checkpoints)}"
+            f"{query.format_option(typed_name)}: {place} has no checkpoints of {requested_role!r}; "
+            f"it has those of {_format_roles(checkpoints)}"
         )
-    fitting = [role for role in wanted.roles if role in checkpoints]
-    if fitting or len(checkpoints) == 1:
-        return fitting[0] if fitting else next(iter(checkpoints))
+    for role in query.roles:
+        if role in checkpoints:
+            return role
+    if len(checkpoints) == 1:
+        return next(iter(checkpoints))
     raise CheckpointError(
-        f"{wanted.format_option(given)}: {place} has checkpoints of {_format_roles(checkpoints)}, and none of "
-        f"{' or '.join(wanted.roles)}, which "
-        f"would serve here; say which one: {place}@{LATEST}:{sorted(checkpoints)[0]}"
+        f"{query.format_option(typed_name)}: {place} has checkpoints of "
+        f"{_format_roles(checkpoints)}, and none of {' or '.join(query.roles)}, which would serve "
+        f"here; say which one: {place}@{LATEST}:{sorted(checkpoints)[0]}"
     )
 
 
@@ -364,54 +370,58 @@ def _find_checkpoints(root: Path) -> dict[str, CheckpointSteps]:
     """Return the checkpoint directories below `root` by role and step."""
     if not root.is_dir():
         return {}
-    own = _find_steps(root)
-    if own:
-        return {root.name: own}
-    folders = [p for p in root.iterdir() if p.is_dir()]
-    return {folder.name: steps for folder in folders if (steps := _find_steps(folder))}
+    own_steps = _find_steps(root)
+    if own_steps:
+        return {root.name: own_steps}
+    checkpoints = {}
+    for child in root.iterdir():
+        steps = _find_steps(child) if child.is_dir() else {}
+        if steps:
+            checkpoints[child.name] = steps
+    return checkpoints
 
 
 def _find_steps(folder: Path) -> CheckpointSteps:
-    return {
-        int(match[1]): p
-        for p in folder.glob("step*")
-        if (match := STEP.fullmatch(p.name)) and p.is_dir()
-    }
+    steps = {}
+    for path in folder.glob("step*"):
+        match = STEP.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            steps[int(match[1])] = path
+    return steps
 
 
-def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> CheckpointError:
+def _build_missing_error(typed_name: str, folder: Path, query: ModelQuery) -> CheckpointError:
     """Return the error for a directory that contains neither a model nor checkpoints."""
-    run = next((each for each in (place, *place.parents) if (each / RUN_CONFIG).is_file()), None)
+    run = next((each for each in (folder, *folder.parents) if (each / RUN_CONFIG).is_file()), None)
     if run is not None:
         return CheckpointError(
-            f"{wanted.format_option(given)}: the run {run} has saved no checkpoint yet; wait for its end, "
-            f"or have it save earlier with "
-            "save_freq_steps=N"
+            f"{query.format_option(typed_name)}: the run {run} has saved no checkpoint yet; wait "
+            "for its end, or have it save earlier with save_freq_steps=N"
         )
-    if not Path(given).expanduser().exists():
+    if not Path(typed_name).expanduser().exists():
         return CheckpointError(
-            f"{wanted.format_option(given)}: there is no such file or directory; name {ACCEPTED_NAMES}; "
-            f"{suggest_path(str(place), wanted.fileroot)}"
+            f"{query.format_option(typed_name)}: there is no such file or directory; name "
+            f"{ACCEPTED_NAMES}; {suggest_path(str(folder), query.fileroot)}"
         )
     return CheckpointError(
-        f"{wanted.format_option(given)}: has no {CONFIG}, and no checkpoints of a run; name {ACCEPTED_NAMES}; "
-        f"{suggest_path(given, wanted.fileroot)}"
+        f"{query.format_option(typed_name)}: has no {CONFIG}, and no checkpoints of a run; name "
+        f"{ACCEPTED_NAMES}; {suggest_path(typed_name, query.fileroot)}"
     )
 
 
-def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
-    """Return the directory of a run that is given as EXPERIMENT/TRIAL, without `runs/` before it.
+def _find_short_run(name: str, query: ModelQuery) -> Path | None:
+    """Return the directory of the run `name`, written as EXPERIMENT/TRIAL without its root folder.
 
-    Returns None if `given` has another form, if there is no such run, or if it is `wanted.own_run`,
+    Returns None if `name` has another form, if there is no such run, or if it is `query.own_run`,
     the run for which a model is being looked up.
     """
-    if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
+    if len(Path(name).parts) != 2 or name.startswith((".", "/", "~")):
         return None
-    if is_remote(wanted.fileroot):
-        return None  # a run in a bucket is named by its URL
-    run = find_runs_folder(wanted.fileroot) / given
-    same = wanted.own_run is not None and run.absolute() == wanted.own_run.absolute()
-    if not same and ((run / RUN_CONFIG).is_file() or (run / CHECKPOINTS).is_dir()):
+    if is_remote(query.fileroot):
+        return None  # runs in buckets are named by their URLs
+    run = find_runs_folder(query.fileroot) / name
+    is_own_run = query.own_run is not None and run.absolute() == query.own_run.absolute()
+    if not is_own_run and ((run / RUN_CONFIG).is_file() or (run / CHECKPOINTS).is_dir()):
         return run
     return None
 
@@ -423,7 +433,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _list_runs(fileroot: str) -> Iterator[Path]:
-    """Yield runs that have checkpoints. At most `MAX_RUNS` runs are listed, to limit the time."""
+    """Yield runs that have checkpoints, at most `MAX_RUNS` of them to limit the time."""
     root = find_runs_folder(fileroot)
     if not root.is_dir():
         return

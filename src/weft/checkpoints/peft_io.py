@@ -4,7 +4,7 @@ In weft, each unfused layer has one adapter with the matrices A and B. If the ch
 several layers (phi3's qkv, GPT-2's c_attn), their adapters are saved as one, whose rank is the sum
 of their ranks: A is stacked, B is block-diagonal, and `rank_pattern` and `alpha_pattern` preserve
 the scale. Writing an adapter and reading it again is exact. A stack of experts has one adapter per
-expert, under the checkpoint's names.
+expert, named like the expert's weight in the checkpoint.
 
 PEFT unties the modules in `modules_to_save`: an embedding that is also the output matrix is stored
 under both names.
@@ -38,10 +38,10 @@ from weft.registry import families
 
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
-# parameters that are trained in full if tokens were added
+# parameters that are trained in full after tokens were added
 EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")
 OUTPUT = "lm_head.weight"  # the output matrix of every family's module in transformers 5
-SAME_RANK = 1e-12  # two scales that differ by less are the same
+SCALE_TOLERANCE = 1e-12  # scales that differ by less are equal
 
 
 def save_adapter(
@@ -53,14 +53,14 @@ def save_adapter(
     *,
     base: str,
     dropout: float = 0.0,
-    whole: bool = False,
+    save_embeddings: bool = False,
 ) -> None:
     """Write the adapters among `parameters` in PEFT's format.
 
     `parameters` have canonical names (weft's own), including `lora_a` and `lora_b`. `scales` maps
     each adapted layer to its scale, and `base` is the name of the base model. A value or score head
-    is saved in full, as one of PEFT's `modules_to_save`. If `whole` is True, the embedding and the
-    output matrix are also saved in full.
+    is saved in full, as one of PEFT's `modules_to_save`. If `save_embeddings` is True, the
+    embedding and the output matrix are also saved in full.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def save_adapter(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
         ranks[module] = (a.shape[0], scale * a.shape[0])
-    saved = _find_modules_to_save(family, config, head, whole)
-    for hf, name in saved.items():
-        # Two names may share one tensor, which a safetensors file does not allow.
+    full_names = _find_modules_to_save(family, config, head, save_embeddings)
+    for hf, name in full_names.items():
+        # Two names can share one tensor, which safetensors does not allow; so each is copied.
         tensors[f"{PREFIX}{hf}"] = parameters[name].detach().clone().contiguous()
     settings = {
         "peft_type": "LORA",
@@ -85,7 +85,7 @@ def save_adapter(
         "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": any(key.transpose for key in keymap.keys.values()),
-        "modules_to_save": sorted({hf.rpartition(".")[0] for hf in saved}) or None,
+        "modules_to_save": sorted({hf.rpartition(".")[0] for hf in full_names}) or None,
         "inference_mode": True,
     }
     weight_files.write_safetensors(folder / config_file.ADAPTER_WEIGHTS, tensors)
@@ -97,31 +97,31 @@ def _export(
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """Yield (module name in the checkpoint, A [r, in], B [out, r], scale) for every adapter."""
     for hf, keys in keymap.group_by_hf_name().items():
-        held = []
+        adapted_keys = []
         for key in keys:
             if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight"):
-                held.append(key)
-        if not held:
+                adapted_keys.append(key)
+        if not adapted_keys:
             continue
-        layers = [key.name.removesuffix(".weight") for key in held]
+        layers = [key.name.removesuffix(".weight") for key in adapted_keys]
         scale = scales[layers[0]]
-        assert all(abs(scales[layer] - scale) < SAME_RANK for layer in layers), (
+        assert all(abs(scales[layer] - scale) < SCALE_TOLERANCE for layer in layers), (
             f"{hf}: adapters of several scales"
         )
         pairs = []
         for layer in layers:
             pairs.append((parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach()))
-        if held[0].experts:
-            e = held[0].list_hf_names().index(hf)
-            pairs = [(a[e], b[e]) for a, b in pairs]
+        if adapted_keys[0].experts:
+            expert = adapted_keys[0].list_hf_names().index(hf)
+            pairs = [(a[expert], b[expert]) for a, b in pairs]
         module = hf.removesuffix(".weight")
-        if held[0].fused is None:
+        if adapted_keys[0].fused is None:
             yield module, *pairs[0], scale
         else:
             yield (
                 module,
                 torch.cat([a for a, _ in pairs]),
-                _fuse(held, [b for _, b in pairs]),
+                _fuse(adapted_keys, [b for _, b in pairs]),
                 scale,
             )
 
@@ -138,18 +138,18 @@ def _find_modules_to_save(
     The output matrix is also saved as `lm_head`, because PEFT looks for the name of the module. In
     transformers 5, this name is `lm_head` for every family, even if checkpoints use another name.
     """
-    saved = {} if head == "lm" else {family.score: "score.weight"}
+    full_names = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
-        return saved
+        return full_names
     names = family.keymap(config, head).group_by_hf_name()
     for hf, keys in names.items():
         if keys[0].name in EMBEDDINGS:
-            saved[hf] = keys[0].name
+            full_names[hf] = keys[0].name
     if head == "lm":
-        saved |= dict.fromkeys(
+        full_names |= dict.fromkeys(
             _find_output_names(config), "embed.weight" if config.tied else "head.weight"
         )
-    return saved
+    return full_names
 
 
 def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
@@ -177,8 +177,8 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
     column = 0
     for key, part in zip(keys, parts, strict=True):
         assert key.fused is not None
-        for there, here in key.fused.split_runs(slice(0, part.shape[0])):
-            fused[there, column : column + part.shape[1]] = part[here]
+        for fused_rows, layer_rows in key.fused.split_runs(slice(0, part.shape[0])):
+            fused[fused_rows, column : column + part.shape[1]] = part[layer_rows]
         column += part.shape[1]
     return fused
 
@@ -189,33 +189,37 @@ def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, An
     `r` and `lora_alpha` are the most common values; `rank_pattern` and `alpha_pattern` list the
     modules with other values.
     """
-    usual = Counter(ranks.values()).most_common(1)[0][0]
+    most_common = Counter(ranks.values()).most_common(1)[0][0]
     others = {}
-    for module, pair in ranks.items():
-        if pair != usual:
-            others[module] = pair
+    for module, setting in ranks.items():
+        if setting != most_common:
+            others[module] = setting
     return {
-        "r": usual[0],
-        "lora_alpha": usual[1],
+        "r": most_common[0],
+        "lora_alpha": most_common[1],
         "rank_pattern": {module: r for module, (r, _) in others.items()},
         "alpha_pattern": {module: alpha for module, (_, alpha) in others.items()},
     }
 
 
 def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
-    """Return the shortest name suffixes that match all modules with adapters and no other module.
+    """Return the shortest name suffixes that match all `modules` and no other module.
 
-    `modules` are the names of the checkpoint's modules with adapters.
+    `modules` are the names of modules with adapters in the checkpoint.
     """
     others = {
         hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
     } - set(modules)
     targets = set()
     for module in modules:
-        words = module.split(".")
-        endings = (".".join(words[-n:]) for n in range(1, len(words) + 1))
+        parts = module.split(".")
+        endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
         targets.add(
-            next(e for e in endings if not any(o == e or o.endswith(f".{e}") for o in others))
+            next(
+                ending
+                for ending in endings
+                if not any(other == ending or other.endswith(f".{ending}") for other in others)
+            )
         )
     return sorted(targets)
 
@@ -231,7 +235,8 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
     file = Path(directory) / ADAPTER
     if not file.exists():
         raise CheckpointError(
-            f"{directory} has no {ADAPTER}; an adapter directory holds {ADAPTER} and {config_file.ADAPTER_WEIGHTS}"
+            f"{directory} has no {ADAPTER}; an adapter directory holds {ADAPTER} and "
+            f"{config_file.ADAPTER_WEIGHTS}"
         )
     settings = read_object(file, str(file), CheckpointError)
     if settings.get("peft_type") == config_file.PREFIX_KIND:
@@ -285,7 +290,7 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
             re.compile(pattern)
     numbers = {
         "lora_alpha": settings.get("lora_alpha"),
-        **{f"alpha_pattern of {k}": v for k, v in patterns.items()},
+        **{f"alpha_pattern of {pattern}": alpha for pattern, alpha in patterns.items()},
     }
     for name, value in numbers.items():
         if (
@@ -332,9 +337,9 @@ def _adjust_config(
     contain only one of embedding and output matrix, or different values for the two.
     """
     family: Family = families.get(config.family)
-    saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
+    full_names = _find_modules_to_save(family, replace(config, tied=False), head, True)
     stored = {}
-    for hf, name in saved.items():
+    for hf, name in full_names.items():
         if f"{PREFIX}{hf}" in files.names:
             stored[name] = f"{PREFIX}{hf}"
     embed = stored.get("embed.weight")
@@ -354,16 +359,20 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
     embedding. Vocabulary rows that `network` lacks are not initialized, since the adapter's tensors
     replace them.
     """
-    held = find_canonical_values(network)
-    embed = held["embed.weight"]
-    held = {"head.weight": embed, "head.bias": embed.new_zeros(len(embed)), **held}
+    values_by_name = find_canonical_values(network)
+    embed = values_by_name["embed.weight"]
+    values_by_name = {
+        "head.weight": embed,
+        "head.bias": embed.new_zeros(len(embed)),
+        **values_by_name,
+    }
     rebuilt = Transformer.build_empty(
         config, network.kind, network.pooling, device="cpu", dtype=embed.dtype
     )
     with torch.no_grad():
         for name, value in find_canonical_values(rebuilt).items():
-            rows = min(len(value), len(held[name]))
-            value[:rows].copy_(held[name][:rows])
+            rows = min(len(value), len(values_by_name[name]))
+            value[:rows].copy_(values_by_name[name][:rows])
     return rebuilt
 
 
@@ -375,9 +384,9 @@ def find_replaced_parameters(directory: str | Path, network: Transformer) -> dic
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=config_file.ADAPTER_WEIGHTS).names
-    saved = _find_modules_to_save(family, network.config, network.kind, True)
+    full_names = _find_modules_to_save(family, network.config, network.kind, True)
     replaced_parameters: dict[str, str] = {}
-    for hf, name in saved.items():
+    for hf, name in full_names.items():
         if f"{PREFIX}{hf}" in names:
             replaced_parameters[f"{PREFIX}{hf}"] = name
     return replaced_parameters
@@ -391,13 +400,14 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     does not have.
     """
     folder = Path(directory)
+    file = folder / config_file.ADAPTER_WEIGHTS
     settings = read_adapter_config(folder)
     files = weight_files.WeightFiles(folder, single=config_file.ADAPTER_WEIGHTS)
     family: Family = families.get(network.config.family)
     keymap = family.keymap(network.config, network.kind)
-    # Read A and B of every module that has them; a fused module of the file fits several layers.
+    # Read A and B of every adapted module, and split the matrices of fused modules by layer.
     parts_by_layer: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
-    used = set()
+    read_names = set()
     for hf, keys in keymap.group_by_hf_name().items():
         module = hf.removesuffix(".weight")
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
@@ -405,29 +415,28 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             continue
         if names[1] not in files.names:
             raise CheckpointError(
-                f"{folder / config_file.ADAPTER_WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again"
+                f"{file} holds {names[0]} without its {names[1]}; copy the files again"
             )
-        used |= set(names)
+        read_names |= set(names)
         a = files.read(names[0])
         b = files.read(names[1])
         scale = _compute_scale(settings, module, a.shape[0])
         for key in keys:
             layer = key.name.removesuffix(".weight")
             parts_by_layer.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
-    # Refuse tensors that no layer would read, before the network is changed.
-    saved = find_replaced_parameters(folder, network)
-    unknown = sorted(set(files.names) - used - set(saved))
+    # Refuse tensors that no layer uses, before the network is changed.
+    replaced = find_replaced_parameters(folder, network)
+    unknown = sorted(set(files.names) - read_names - set(replaced))
     if unknown:
         raise CheckpointError(
-            f"{folder / config_file.ADAPTER_WEIGHTS} holds {unknown[0]} and others like it, for which the model has "
-            f"no layer"
+            f"{file} holds {unknown[0]} and others like it, for which the model has no layer"
         )
     files.check_floats(files.names)
-    _check_tied(folder / config_file.ADAPTER_WEIGHTS, files, network)
-    # Attach adapters of the file's ranks, then fill them.
+    _check_tied(file, files, network)
+    # Attach adapters with the ranks of the file, then copy the values.
     attach_ranks(
         network,
-        {n: _find_rank(n, parts) for n, parts in parts_by_layer.items()},
+        {layer: _find_rank(layer, parts) for layer, parts in parts_by_layer.items()},
         settings.get("lora_dropout") or 0.0,
     )
     attached = find_adapters(network)
@@ -439,58 +448,56 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             key = keymap.keys[f"{layer}.weight"]
             ordered = [parts[hf] for hf in key.list_hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
-                raise CheckpointError(
-                    f"{folder / config_file.ADAPTER_WEIGHTS} has adapters on some experts of {layer} only"
-                )
-            down = [part[0] for part in ordered]
-            up = [part[1] for part in ordered]
+                raise CheckpointError(f"{file} has adapters on some experts of {layer} only")
+            a_matrices = [part[0] for part in ordered]
+            b_matrices = [part[1] for part in ordered]
             with explain_read_errors(
-                f"{folder / config_file.ADAPTER_WEIGHTS}: the adapter of {layer} does not fit the model",
+                f"{file}: the adapter of {layer} does not fit the model",
                 CheckpointError,
             ):
-                adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
-                adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
-        # Load parameters that the adapter replaces as a whole.
-        own = find_canonical_parameters(network)
-        for hf in sorted(saved):
-            found_values = files.read(hf)
-            stored = own[saved[hf]]
-            if found_values.shape != stored.data.shape:
+                adapter.lora_a.copy_(torch.stack(a_matrices) if key.experts else a_matrices[0])
+                adapter.lora_b.copy_(torch.stack(b_matrices) if key.experts else b_matrices[0])
+        # Load parameters that the file has in full.
+        parameters_by_name = find_canonical_parameters(network)
+        for hf in sorted(replaced):
+            values = files.read(hf)
+            stored = parameters_by_name[replaced[hf]]
+            if values.shape != stored.data.shape:
                 raise CheckpointError(
-                    f"{folder / config_file.ADAPTER_WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's "
-                    f"{tuple(stored.data.shape)}: its "
-                    "vocabulary is another one; add the same tokens first"
+                    f"{file}: {hf} is {tuple(values.shape)}, the model's "
+                    f"{tuple(stored.data.shape)}: its vocabulary is another one; add the same "
+                    "tokens first"
                 )
-            stored.data.copy_(found_values)
+            stored.data.copy_(values)
 
 
 def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
     """Raise `CheckpointError` if an adapter's files would untie a tied embedding.
 
-    This is the case if the files contain only the embedding or only the output matrix, or different
-    values for the two.
+    They would if they contain only the embedding, only the output matrix, or different values for
+    the two. `file` is the path of the adapter's weights.
     """
     if not network.config.tied or network.kind != "lm":
         return
-    held = find_replaced_parameters(file.parent, network)
-    names = sorted(hf for hf, name in held.items() if name == "embed.weight")
+    replaced = find_replaced_parameters(file.parent, network)
+    names = sorted(hf for hf, name in replaced.items() if name == "embed.weight")
+    if not names:
+        return
     embedding = []
     for name in names:
         if not name.endswith(_find_output_names(network.config)):
             embedding.append(name)
-    if not names:
-        return
-    first = files.read(names[0])
+    first_values = files.read(names[0])
     if (
         len(embedding) == 1
         and len(names) > 1
-        and all(torch.equal(files.read(name), first) for name in names[1:])
+        and all(torch.equal(files.read(name), first_values) for name in names[1:])
     ):
         return
     raise CheckpointError(
         f"{file}: the embedding and the output matrix differ, and the model ties them "
-        f"({', '.join(names)}); merge the "
-        "adapter into its base, which unties them: weft convert merge"
+        f"({', '.join(names)}); merge the adapter into its base, which unties them: weft convert "
+        "merge"
     )
 
 
@@ -508,6 +515,11 @@ def _compute_scale(settings: Mapping[str, Any], module: str, rank: int) -> float
 
 
 def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
+    """Return (rank, scale) of the adapter of a layer.
+
+    `parts` maps the names of the layer's tensors, several for experts, to (A, B, scale). Raises
+    `CheckpointError` if they differ in rank or scale.
+    """
     pairs = {(a.shape[0], scale) for a, _, scale in parts.values()}
     if len(pairs) > 1:
         raise CheckpointError(
@@ -519,13 +531,14 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrices (A, B) of one layer, extracted from those of a fused adapter.
 
-    `a` and `b` are the matrices of the fused adapter. Only the layer's rows of B are kept. A column
-    of B that is zero in all of these rows is dropped together with the corresponding row of A,
-    unless all columns are zero. If the layer is not fused, `a` and `b` are returned unchanged.
+    `a` [rank, in] and `b` [out, rank] are the matrices of the fused adapter. Only the layer's rows
+    of B are kept. A column of B that is zero in all of these rows is dropped together with the
+    corresponding row of A, unless all columns are zero. If the layer is not fused, `a` and `b` are
+    returned unchanged.
     """
     if key.fused is None:
         return a, b
     size = key.fused.blocks * key.fused.sizes[key.fused.index]
-    rows = torch.cat([b[there] for there, _ in key.fused.split_runs(slice(0, size))])
-    reach = rows.abs().sum(0) > 0
-    return (a[reach], rows[:, reach]) if bool(reach.any()) else (a, rows)
+    rows = torch.cat([b[fused_rows] for fused_rows, _ in key.fused.split_runs(slice(0, size))])
+    is_used = rows.abs().sum(0) > 0
+    return (a[is_used], rows[:, is_used]) if bool(is_used.any()) else (a, rows)

@@ -25,13 +25,15 @@ from weft.models.network.transformer import Head
 from weft.topology import Slice
 
 EMBEDDINGS = "prompt_embeddings"
-HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in the checkpoint
+HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is its name in model checkpoints
 
 
 class PrefixReader:
     """Reader of a prefix-tuning checkpoint: the prefix and, if it was saved, a score head.
 
-    Parameters are identified by weft's canonical names.
+    Parameters are read by weft's canonical names. `score` is the name of the head's weight in model
+    checkpoints. The constructor raises `CheckpointError` if the shape of the prefix does not match
+    `settings` and `config`.
     """
 
     def __init__(
@@ -45,13 +47,12 @@ class PrefixReader:
         expected = (settings.num_tokens, width)
         if EMBEDDINGS not in self._files.names or self._files.get_shape(EMBEDDINGS) != expected:
             if EMBEDDINGS in self._files.names:
-                there: object = self._files.get_shape(EMBEDDINGS)
+                stored: object = self._files.get_shape(EMBEDDINGS)
             else:
-                there = "no"
+                stored = "no"
             raise CheckpointError(
-                f"{self._where} holds {there} {EMBEDDINGS}; a prefix of {settings.num_tokens} "
-                f"tokens of {settings.base} has "
-                f"{expected}"
+                f"{self._where} holds {stored} {EMBEDDINGS}; a prefix of {settings.num_tokens} "
+                f"tokens of {settings.base} has {expected}"
             )
 
     def __contains__(self, name: object) -> bool:
@@ -69,8 +70,8 @@ class PrefixReader:
             return self._files.read(self._score, where)
         layer = int(name.split(".")[1])
         kind = "kv".index(name[-1])
-        whole = self._files.read(EMBEDDINGS).unflatten(1, (self._layers, 2, -1))[:, layer, kind]
-        return whole if where is None else whole[where]
+        tensor = self._files.read(EMBEDDINGS).unflatten(1, (self._layers, 2, -1))[:, layer, kind]
+        return tensor if where is None else tensor[where]
 
 
 def save_prefix(
@@ -84,8 +85,8 @@ def save_prefix(
 ) -> None:
     """Write the prefix of a prefix-tuned model, and its value or score head if it has one.
 
-    `parameters` has the model's parameters by canonical name (weft's own). `base` is the name of
-    the base model, and `score` is the name of the head's weight in the checkpoint. Raises
+    `parameters` are the model's parameters by canonical name (weft's own). `base` is the name of
+    the base model, and `score` is the name of the head's weight in model checkpoints. Raises
     `RunError` if writing fails.
     """
     folder = Path(directory)

@@ -1,8 +1,8 @@
 """Read and write tensors in safetensors files, either a single file or shards with an index.
 
-A slice of a tensor can be read without reading the rest. Old `.bin` checkpoints can be read, too.
-They are loaded by `torch.load(weights_only=True)`, which executes no pickled code and refuses
-anything but tensors.
+A slice of a tensor can be read without reading the rest. Checkpoints in pickled `.bin` files can be
+read, too. They are loaded by `torch.load(weights_only=True)`, which executes no pickled code and
+accepts only tensors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ TensorLayout = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OLD_SINGLE = "pytorch_model.bin"
-OLD_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
 MAX_HEADER_BYTES = 10**8  # bytes; the limit of safetensors
 MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
@@ -54,16 +54,13 @@ MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location, dtype and shape of a tensor in a safetensors file.
-
-    `start` is the offset of its first byte in the file.
-    """
+    """Location, dtype and shape of a tensor in a safetensors file."""
 
     file: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # position of the first byte in the file
+    start: int  # offset of its first byte in the file
 
     @property
     def end(self) -> int:
@@ -73,31 +70,36 @@ class StoredTensor:
     def read(self, where: Slice | None = None) -> Tensor:
         """Return the slice `where` of the tensor, or the whole tensor if `where` is None.
 
-        Other bytes of the file are not read. `safetensors.safe_open` maps the whole file instead:
-        pages that were read count as memory of the process, and a file that becomes shorter
-        meanwhile ends the process. It also parses the whole header at each open.
+        Only the bytes of the slice are read. `safetensors.safe_open` is not used because it maps
+        the whole file: pages that were read count as memory of the process, and the process is
+        killed if the file is truncated meanwhile. It also parses the whole header at each open.
+        Raises `CheckpointError` if the file is shorter than expected.
         """
         where = build_whole_slice(self.shape) if where is None else where
-        shape = [s.stop - s.start for s in where]
-        out = torch.empty(math.prod(shape), dtype=self.dtype)
-        if not len(out):
-            return out.reshape(shape)
-        into = out.view(torch.uint8).numpy().data
-        handle = os.open(self.file, os.O_RDONLY)
+        shape = [each.stop - each.start for each in where]
+        result = torch.empty(math.prod(shape), dtype=self.dtype)
+        if not len(result):
+            return result.reshape(shape)
+        buffer = result.view(torch.uint8).numpy().data
+        descriptor = os.open(self.file, os.O_RDONLY)
         try:
-            place = 0
+            position = 0
             for start, length in _list_byte_ranges(self, where):
-                got = os.preadv(handle, [into[place : place + length]], start)
-                # a read may return less than asked for (2 GiB at most on Linux)
-                while got < length:
-                    more = os.preadv(handle, [into[place + got : place + length]], start + got)
-                    if not more:
+                num_read = os.preadv(descriptor, [buffer[position : position + length]], start)
+                # Linux reads at most 2 GiB per call.
+                while num_read < length:
+                    num_more = os.preadv(
+                        descriptor,
+                        [buffer[position + num_read : position + length]],
+                        start + num_read,
+                    )
+                    if not num_more:
                         raise CheckpointError(f"{self.file} ended while {self.name} was read")
-                    got += more
-                place += length
+                    num_read += num_more
+                position += length
         finally:
-            os.close(handle)
-        return out.reshape(shape)
+            os.close(descriptor)
+        return result.reshape(shape)
 
 
 class WeightFiles:
@@ -124,7 +126,7 @@ class WeightFiles:
         elif (directory / single).exists():
             self.tensors, _ = read_header(directory / single)
         else:
-            self._pickle_tensors = _load_old(directory)
+            self._pickle_tensors = _load_pickled(directory)
 
     @property
     def names(self) -> list[str]:
@@ -158,23 +160,26 @@ class WeightFiles:
         for name in names:
             dtype = self.get_dtype(name)
             if not dtype.is_floating_point:
-                kind = str(dtype).removeprefix("torch.")
+                dtype_name = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
-                    f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized "
-                    f"weights"
+                    f"{self.directory}: {name} is {dtype_name}, and weights are floats; use "
+                    "unquantized weights"
                 )
 
     def find_not_finite(self) -> str | None:
-        """Return a message about the first tensor with NaN or infinite values, else None.
+        """Return a message about the first tensor with NaN or infinite values, or None.
 
-        Tensors are read in order, up to the first one with such values.
+        Tensors are read one after the other until such a tensor is found.
         """
         for name in self.names:
             values = self.read(name)
             if values.dtype in CHECKED and not bool(values.isfinite().all()):
                 file = self.tensors[name].file if name in self.tensors else self.directory
                 count = int((~values.isfinite()).count_nonzero())
-                return f"{file}: {name} holds {count:,} of {values.numel():,} numbers that are NaN or infinite"
+                return (
+                    f"{file}: {name} holds {count:,} of {values.numel():,} numbers that are NaN or "
+                    f"infinite"
+                )
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
@@ -206,14 +211,14 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
     ):
         whole_from -= 1
     split = max(whole_from - 1, 0)  # the dimension that is read in part, as one range
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if shape:
         length = (where[split].stop - where[split].start) * strides[split]
     else:
         length = 1
-    first = where[split].start * strides[split] if shape else 0
+    first_element = where[split].start * strides[split] if shape else 0
     for outer in itertools.product(*(range(s.start, s.stop) for s in where[:split])):
-        offset = first + sum(i * strides[d] for d, i in enumerate(outer))
+        offset = first_element + sum(i * strides[dim] for dim, i in enumerate(outer))
         yield stored.start + offset * size, length * size
 
 
@@ -239,11 +244,10 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 def _select_tensors(
     tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a weight file that the index file assigns to it.
+    """Return the tensors `names`, which the index assigns to a weight file.
 
-    `tensors` are all tensors in the weight file, `names` are the names that the index assigns to
-    it, and `index` is the path of the index. Raises `CheckpointError` if the file lacks one of
-    them.
+    `tensors` are all tensors in the weight file, and `index` is the path of the index, for
+    messages. Raises `CheckpointError` if the weight file lacks one of the names.
     """
     for name in names:
         if name not in tensors:
@@ -258,18 +262,18 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors listed in the header of a safetensors file, by name, and its metadata.
 
     The file consists of the header's length (8 bytes), the header in JSON, and the tensors. Raises
-    `CheckpointError` if a tensor's size does not match its shape and dtype, if two tensors overlap,
-    or if some bytes belong to no tensor. In these cases, the file is damaged or has data appended
-    to it.
+    `CheckpointError` if the file is truncated or damaged: if a tensor's size does not match its
+    shape and dtype, if two tensors overlap, or if some bytes belong to no tensor.
     """
     check_file(file, str(file), CheckpointError)
-    # Read the header, whose length is checked first: a damaged file could ask for gigabytes.
+    # Read the header. Its length is checked first, because a damaged file may state gigabytes.
     size = file.stat().st_size
     with explain_read_errors(str(file), CheckpointError), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                f"{file} is not a safetensors file, or is truncated: {size} bytes, a header of {length}"
+                f"{file} is not a safetensors file, or is truncated: {size} bytes, a header of "
+                f"{length}"
             )
         raw = handle.read(length)
     with explain_read_errors(
@@ -278,13 +282,19 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         header = json.loads(raw, object_pairs_hook=_build_unique_object)
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is not a safetensors file: its header is not a JSON object")
-    notes = header.pop("__metadata__", {})
-    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(note, str) for note in metadata.values()
+    ):
         raise CheckpointError(
             f"{file}: __metadata__ is not a mapping of texts; the header is damaged"
         )
-    # Check that the file has as many bytes as its header promises.
-    ends = [end for entry in header.values() if (end := _end(entry)) is not None]
+    # Check that the file is not truncated.
+    ends = []
+    for entry in header.values():
+        end_offset = _read_end_offset(entry)
+        if end_offset is not None:
+            ends.append(end_offset)
     if ends and 8 + length + max(ends) > size:
         raise CheckpointError(
             f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file "
@@ -292,31 +302,31 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         )
     tensors = {name: _parse_entry(file, name, entry, 8 + length) for name, entry in header.items()}
     # Check that every byte after the header belongs to exactly one tensor.
-    by_place = sorted(
-        (stored.start, stored.end, name)
-        for name, stored in tensors.items()
-        if stored.end > stored.start
-    )
-    before = "the header"
-    at = 8 + length
-    for start, end, name in by_place:
-        if start < at:
+    by_start = []
+    for name, stored in tensors.items():
+        if stored.end > stored.start:
+            by_start.append((stored.start, stored.end, name))
+    by_start.sort()
+    previous = "the header"
+    position = 8 + length
+    for start, end, name in by_start:
+        if start < position:
             raise CheckpointError(
-                f"{file}: {before} and {name} lie in the same bytes; the file is damaged"
+                f"{file}: {previous} and {name} lie in the same bytes; the file is damaged"
             )
-        if start > at:
+        if start > position:
             raise CheckpointError(
-                f"{file}: {start - at:,} bytes between {before} and {name} belong to no tensor; "
-                f"the file is damaged"
+                f"{file}: {start - position:,} bytes between {previous} and {name} belong to no "
+                "tensor; the file is damaged"
             )
-        before = name
-        at = end
-    if at != size:
+        previous = name
+        position = end
+    if position != size:
         raise CheckpointError(
-            f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is "
+            f"{file}: {size - position:,} bytes behind the last tensor belong to none; the file is "
             f"damaged, copy it again"
         )
-    return tensors, notes
+    return tensors, metadata
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -327,70 +337,74 @@ def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        twice = next(
-            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-        )
-        raise ValueError(f"{twice!r} stands there twice")
+        counts = Counter(name for name, _ in pairs)
+        repeated = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"{repeated!r} occurs twice")
     return entries
 
 
-def _end(entry: Any) -> int | None:
+def _read_end_offset(entry: Any) -> int | None:
+    """Return the second of a header entry's `data_offsets`, or None for an invalid entry."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int:
         return offsets[1]
     return None
 
 
-def _parse_entry(file: Path, name: str, entry: Any, first: int) -> StoredTensor:
-    """Return the tensor that the header entry `entry` describes.
+def _parse_entry(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    """Return the location of the tensor that the header entry `entry` describes.
 
-    `first` is the offset of the first tensor byte in the file. Raises `CheckpointError` for an
-    invalid entry.
+    `data_start` is the number of bytes before the tensors in the file. Raises `CheckpointError` for
+    an invalid entry.
     """
     if len(name) <= MAX_NAME_LENGTH:
-        name_shown = name
+        shown_name = name
     else:
-        name_shown = f"{name[:MAX_NAME_LENGTH]} ..."
+        shown_name = f"{name[:MAX_NAME_LENGTH]} ..."
     values: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    kind: Any = values.get("dtype")
+    dtype_name: Any = values.get("dtype")
     shape: Any = values.get("shape")
     offsets: Any = values.get("data_offsets")
-    if not isinstance(kind, str) or kind not in DTYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise CheckpointError(
-            f"{file}: {name_shown} is {kind}, which weft does not read; use unquantized weights"
+            f"{file}: {shown_name} is {dtype_name}, which weft does not read; use unquantized "
+            "weights"
         )
     if (
-        not _is_shape(shape)
-        or not _is_shape(offsets)
+        not _are_counts(shape)
+        or not _are_counts(offsets)
         or len(offsets) != 2
         or offsets[1] < offsets[0]
     ):
         raise CheckpointError(
-            f"{file}: {name_shown} has shape {shape} and offsets {offsets}; the header is damaged"
+            f"{file}: {shown_name} has shape {shape} and offsets {offsets}; the header is damaged"
         )
-    needed = math.prod(shape) * DTYPES[kind].itemsize
-    if needed != offsets[1] - offsets[0]:
+    num_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
+    if num_bytes != offsets[1] - offsets[0]:
         raise CheckpointError(
-            f"{file}: {name_shown} of shape {shape} in {kind} takes {needed:,} bytes, and the "
-            f"header gives it "
-            f"{offsets[1] - offsets[0]:,}; the file is damaged"
+            f"{file}: {shown_name} of shape {shape} in {dtype_name} takes {num_bytes:,} bytes, and "
+            f"the header gives it {offsets[1] - offsets[0]:,}; the file is damaged"
         )
-    return StoredTensor(file, name, DTYPES[kind], tuple(shape), first + offsets[0])
+    return StoredTensor(file, name, DTYPES[dtype_name], tuple(shape), data_start + offsets[0])
 
 
-def _is_shape(values: Any) -> bool:
+def _are_counts(values: Any) -> bool:
+    """Return whether `values` is a list of integers that are not negative."""
     return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)
 
 
-def _load_old(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a `.bin` checkpoint, loaded without executing pickled code."""
-    if (directory / OLD_INDEX).is_file():
-        files = list(_read_index(directory / OLD_INDEX))
-    elif (directory / OLD_SINGLE).is_file():
-        files = [OLD_SINGLE]
+def _load_pickled(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint in `.bin` files, without executing pickled code.
+
+    Raises `CheckpointError` if there is no such checkpoint, or if it cannot be loaded.
+    """
+    if (directory / PICKLED_INDEX).is_file():
+        files = list(_read_index(directory / PICKLED_INDEX))
+    elif (directory / PICKLED_SINGLE).is_file():
+        files = [PICKLED_SINGLE]
     else:
         raise CheckpointError(
-            f"{directory} holds no weights: neither {SINGLE}, {INDEX} nor {OLD_SINGLE}"
+            f"{directory} holds no weights: neither {SINGLE}, {INDEX} nor {PICKLED_SINGLE}"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -404,19 +418,19 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors in a file that `torch.save` wrote, without executing pickled code.
 
     The file is mapped into memory, unless its format is older than torch 1.6. Raises
-    `CheckpointError` if the file contains anything but tensors by name.
+    `CheckpointError` unless the file is a mapping from names to dense tensors.
     """
     try:
         with file.open("rb") as handle:
-            # torch cannot map files from before version 1.6, which are not zip archives
-            mapped = handle.read(4) == b"PK\x03\x04"
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except (RuntimeError, ValueError, EOFError, OSError) as broken:
-        raise CheckpointError(f"{file} cannot be read: {describe_cause(broken)}") from broken
-    except Exception as refused:
+            # torch can map only zip archives, which it writes since version 1.6
+            can_map = handle.read(4) == b"PK\x03\x04"
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {describe_cause(error)}") from error
+    except Exception as error:
         raise CheckpointError(
-            f"{file} holds more than tensors and is not loaded: {describe_cause(refused)}"
-        ) from refused
+            f"{file} holds more than tensors and is not loaded: {describe_cause(error)}"
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, and no tensors by name")
     for name, tensor in content.items():
@@ -438,9 +452,9 @@ def write(
     """Write the tensors as `model.safetensors`, or as shards with an index.
 
     `layouts` maps the name of each tensor to its dtype and shape, in the order of `tensors`. The
-    files are planned from these, so that only one tensor is in memory at a time. No file exceeds
-    `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name until
-    it is complete. Raises `RunError` if writing fails.
+    shards are planned from these, so that only one tensor is in memory at a time. The tensors of a
+    file have at most `shard_bytes`, except for a single larger tensor. Each file has a temporary
+    name until it is complete. Raises `RunError` if writing fails.
     """
     sizes = {}
     for name, (dtype, shape) in layouts.items():
@@ -449,22 +463,22 @@ def write(
     if len(shards) == 1:
         names = [SINGLE]
     else:
-        names = [shard_name(i, len(shards)) for i in range(len(shards))]
-    source = iter(tensors)
-    for name, members in zip(names, shards, strict=True):
-        planned = {member: layouts[member] for member in members}
-        write_one_by_one(directory / name, planned, itertools.islice(source, len(members)))
+        names = [format_shard_name(i, len(shards)) for i in range(len(shards))]
+    remaining = iter(tensors)
+    for name, shard_names in zip(names, shards, strict=True):
+        planned = {member: layouts[member] for member in shard_names}
+        write_one_by_one(directory / name, planned, itertools.islice(remaining, len(shard_names)))
     if len(shards) > 1:
-        places = {}
-        for name, members in zip(names, shards, strict=True):
-            for member in members:
-                places[member] = name
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        file_by_name = {}
+        for name, shard_names in zip(names, shards, strict=True):
+            for member in shard_names:
+                file_by_name[member] = name
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_by_name}
         write_text(directory / INDEX, json.dumps(index, indent=2))
-    written = {*names, INDEX} if len(shards) > 1 else {SINGLE}
-    # Remove the files of an earlier save with other shards.
+    current_files = {*names, INDEX} if len(shards) > 1 else {SINGLE}
+    # Remove files of an earlier save that had other shards.
     for file in (*directory.glob("model*.safetensors"), directory / INDEX):
-        if file.name not in written:
+        if file.name not in current_files:
             file.unlink(missing_ok=True)
 
 
@@ -476,9 +490,10 @@ def write_one_by_one(
 ) -> None:
     """Write a safetensors file atomically, with one of the `tensors` in memory at a time.
 
-    `metadata` are texts that the file's header has as well. As in files of the library safetensors,
-    tensors with larger elements come first, so that all are aligned, and spaces fill the header up
-    to a multiple of 8 bytes.
+    `layouts` maps the name of each tensor to its dtype and shape, in the order of `tensors`.
+    `metadata` are texts to add to the header's metadata. As the library safetensors does, tensors
+    with larger elements are placed first, so that all are aligned, and the header is padded with
+    spaces to a multiple of 8 bytes. Raises `RunError` if writing fails.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -493,53 +508,55 @@ def write_one_by_one(
     try:
         with replace_file(file) as partial, partial.open("wb") as handle:
             handle.write(len(text).to_bytes(8, "little") + text)
-            first = handle.tell()
-            handle.truncate(first + end)
+            data_start = handle.tell()
+            handle.truncate(data_start + end)
             names = iter(layouts)
             for name, tensor in tensors:
                 assert name == next(names), "tensors come in the order of layouts"
                 assert (tensor.dtype, tuple(tensor.shape)) == layouts[name], name
-                handle.seek(first + header[name]["data_offsets"][0])
+                handle.seek(data_start + header[name]["data_offsets"][0])
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 handle.write(flat.view(torch.uint8).numpy().data)
-                del tensor, flat  # before the next one is made
+                del tensor, flat  # free them before the next tensor is made
             assert next(names, None) is None, "a tensor for every layout"
-    except OSError as failed:
-        raise RunError(f"{file} could not be written: {failed}") from failed
+    except OSError as error:
+        raise RunError(f"{file} could not be written: {error}") from error
 
 
 def _split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Return the names of the tensors in each shard; `sizes` and `limit` are in bytes."""
     shards: list[list[str]] = [[]]
-    room = limit
+    remaining = limit
     for name, size in sizes.items():
-        if size > room and shards[-1]:
+        if size > remaining and shards[-1]:
             shards.append([])
-            room = limit
+            remaining = limit
         shards[-1].append(name)
-        room -= size
+        remaining -= size
     return shards
 
 
-def shard_name(index: int, count: int) -> str:
+def format_shard_name(index: int, count: int) -> str:
+    """Return the file name of the shard `index`, counted from 0, of `count` shards."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file atomically. Raises `RunError` if writing fails."""
+    """Write a safetensors file atomically. Raises `RunError` if writing fails."""
     try:
         with replace_file(file) as partial:
             save_file(
-                {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
                 partial,
                 {"format": "pt"},
             )
-    except (OSError, SafetensorError) as failed:
-        raise RunError(f"{file} could not be written: {failed}") from failed
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file} could not be written: {error}") from error
 
 
 def write_text(file: Path, text: str) -> None:
     """Write a small file atomically. Raises `RunError` if writing fails."""
     try:
         writing.write(file, text)
-    except OSError as failed:
-        raise RunError(f"{file} could not be written: {failed}") from failed
+    except OSError as error:
+        raise RunError(f"{file} could not be written: {error}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser, parse_positive
+from weft.cli.parsing import CommandParser, parse_positive, split_names
 from weft.data.bad_replies import KINDS
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec
@@ -40,35 +40,44 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable files and options.
     """
-    given = _build_parser().parse_args(list(argv))
+    arguments = _build_parser().parse_args(list(argv))
     from weft.evaluation import augment
 
-    if given.model is None and not given.worse:
+    if arguments.model is None and not arguments.worse:
         raise ConfigError(
             f"--model is missing: name a weak model, or kinds of bad replies with --worse "
             f"({', '.join(KINDS)})"
         )
-    if given.model is None and given.reward:
+    if arguments.model is None and arguments.reward:
         raise ConfigError("--reward chooses among a model's answers: add --model")
-    if given.out.exists():
+    if arguments.out.exists():
         raise ConfigError(
-            f"--out={given.out}: exists, and files are never overwritten; name another file"
+            f"--out={arguments.out}: exists, and files are never overwritten; name another file"
         )
-    rows = augment.read(_find_paths(given))[: given.n]
-    plan = augment.AugmentationOptions(
-        given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
+    rows = augment.read(_find_paths(arguments))[: arguments.n]
+    options = augment.AugmentationOptions(
+        arguments.worse,
+        arguments.samples,
+        arguments.share,
+        arguments.seed,
+        pairs=arguments.form == "preference",
     )
-    with model_arguments.show_progress("rows") as bar:
+    with model_arguments.show_progress("rows") as progress:
         counts = augment.write(
-            rows, plan, _open_weak_model(given), given.out, _collect_settings(given, len(rows)), bar
+            rows,
+            options,
+            _open_weak_model(arguments),
+            arguments.out,
+            _collect_settings(arguments, len(rows)),
+            progress,
         )
-    print(f"{given.out}: {counts.augmented:,} rows with bad replies, {counts.plain:,} without")
+    print(f"{arguments.out}: {counts.augmented:,} rows with bad replies, {counts.plain:,} without")
     if counts.left_out:
         print(
             f"{counts.left_out:,} rows are left out: each has a single reply, and no bad reply was "
             f"made for it"
         )
-    print(f"train on it with dataset.train_path={given.out} dataset.type={given.form}")
+    print(f"train on it with dataset.train_path={arguments.out} dataset.type={arguments.form}")
     return 0
 
 
@@ -157,62 +166,68 @@ def _parse_share(text: str) -> float:
 
 
 def _parse_kinds(text: str) -> tuple[str, ...]:
-    kinds = tuple(dict.fromkeys(word for word in text.split(",") if word))
+    kinds = tuple(dict.fromkeys(split_names([text])))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
     return kinds
 
 
-def _find_paths(given: argparse.Namespace) -> list[str]:
+def _find_paths(arguments: argparse.Namespace) -> list[str]:
     """Return the paths of the files to augment: the given files, and those of the named datasets.
 
-    Raises `ConfigError` if no files or datasets are named, or if none of the datasets is available.
+    Raises `ConfigError` if no files or datasets are named, or if none of the datasets is on this
+    machine or may be downloaded.
     """
-    if not given.datasets:
-        if not given.paths:
+    if not arguments.datasets:
+        if not arguments.paths:
             raise ConfigError("no rows are named: give a PATH or --datasets NAME")
-        return list(given.paths)
+        return list(arguments.paths)
     from weft.cli import named_data
 
     spec = DatasetSpec()
-    allowed = named_data.select_permitted(
-        named_data.resolve_sources(given.datasets, given.mode, spec), spec, given.yes
+    permitted = named_data.select_permitted(
+        named_data.resolve_sources(arguments.datasets, arguments.mode, spec), spec, arguments.yes
     )
-    if not allowed:
+    if not permitted:
         raise ConfigError("--datasets: none of them is on this machine; --yes downloads them")
-    sources = [named_data.to_source_entry(source) for source in allowed]
-    return [*given.paths, *named_data.list_named_files(replace(spec, sources=sources), given.mode)]
+    sources = [named_data.to_source_entry(source) for source in permitted]
+    return [
+        *arguments.paths,
+        *named_data.list_named_files(replace(spec, sources=sources), arguments.mode),
+    ]
 
 
-def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
-    if given.model is None:
+def _open_weak_model(arguments: argparse.Namespace) -> WeakModel | None:
+    if arguments.model is None:
         return None
     from weft.evaluation.answers import SamplingSettings
     from weft.evaluation.augment import WeakModel
 
     spec = GenerationSpec(
-        max_new_tokens=given.max_new_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        seed=given.seed,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
     )
     validate(spec)
-    reward = model_arguments.load_scorer(given.reward, given) if given.reward else None
+    reward = model_arguments.load_scorer(arguments.reward, arguments) if arguments.reward else None
     return WeakModel(
-        model_arguments.load_policy(given.model, given), SamplingSettings("weak", spec), reward
+        model_arguments.load_policy(arguments.model, arguments),
+        SamplingSettings("weak", spec),
+        reward,
     )
 
 
-def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
+def _collect_settings(arguments: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """Return the command-line arguments that influence the output, keyed by name.
 
-    An unfinished output is continued only if these arguments are unchanged. `count` is the number
-    of input rows, and is added under the key `rows`.
+    An unfinished output is continued only if these settings are the same. `num_rows` is the number
+    of input rows, which is added under the key `rows`.
     """
-    left_out = ("out", "yes", "device", "backend")
-    plain = {}
-    for name, value in vars(given).items():
-        if name not in left_out:
-            plain[name] = str(value)
-    return {**plain, "rows": count}
+    ignored = ("out", "yes", "device", "backend")
+    settings = {}
+    for name, value in vars(arguments).items():
+        if name not in ignored:
+            settings[name] = str(value)
+    return {**settings, "rows": num_rows}

@@ -63,17 +63,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, help="seed of sampling (default: a different one each time)"
     )
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument(
+    format_options = parser.add_mutually_exclusive_group()
+    format_options.add_argument(
         "--chat-template",
         metavar="NAME",
         help="name of a template or a jinja file (default: the model's own)",
     )
     scripts = dialects.find("scripts")
     if scripts is None:
-        forms.add_argument("--format", help=argparse.SUPPRESS)
+        format_options.add_argument("--format", help=argparse.SUPPRESS)
     else:
-        forms.add_argument("--format", choices=scripts.FORMATS, help=scripts.FORMATS_HELP)
+        format_options.add_argument("--format", choices=scripts.FORMATS, help=scripts.FORMATS_HELP)
     parser.add_argument(
         "--plain", action="store_true", help="continue the text without the chat template"
     )
@@ -96,63 +96,66 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` (exit code 2) for an unusable model or option.
     """
-    given = build_parser().parse_args(list(argv))
-    named = given.models or [each for each in (given.model_path,) if each is not None]
-    if len(named) not in (1, 2) or (given.models and given.model_path is not None):
+    arguments = build_parser().parse_args(list(argv))
+    names = arguments.models or [
+        located for located in (arguments.model_path,) if located is not None
+    ]
+    if len(names) not in (1, 2) or (arguments.models and arguments.model_path is not None):
         raise ConfigError(
             "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); "
             "or two: weft chat A B"
         )
-    spec = _build_generation_spec(given)
-    template = given.chat_template or None
-    if given.format is not None:
-        template = dialects.load("scripts").FORMATS[given.format]
-    located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
-    models = [_build_model_spec(each.path, given, template) for each in located_models]
+    spec = _build_generation_spec(arguments)
+    template = arguments.chat_template or None
+    if arguments.format is not None:
+        template = dialects.load("scripts").FORMATS[arguments.format]
+    located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in names]
+    models = [_build_model_spec(located.path, arguments, template) for located in located_models]
 
     view = ChatView()
-    chats = []
-    for label, each, model in zip(LABELS, located_models, models, strict=False):
-        if each.note:
-            view.show_note(each.note)
-        chats.append(
+    conversations = []
+    for label, located, model in zip(LABELS, located_models, models, strict=False):
+        if located.note:
+            view.show_note(located.note)
+        conversations.append(
             _open_conversation(
-                model, spec, view, plain=given.plain, label=label if len(models) > 1 else ""
+                model, spec, view, plain=arguments.plain, label=label if len(models) > 1 else ""
             )
         )
-        chats[-1].system, chats[-1].history = given.system, not given.no_history
-    if len(chats) == 1:
+        conversations[-1].system = arguments.system
+        conversations[-1].history = not arguments.no_history
+    if len(conversations) == 1:
         view.show_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
-        chats[0].run_until_end()
+        conversations[0].run_until_end()
         return 0
     view.show_note("/help lists the commands, /a and /b address one model, Ctrl-D leaves")
 
-    SideBySide(chats, view).converse()
+    SideBySide(conversations, view).converse()
     return 0
 
 
-def _build_model_spec(path: str, given: argparse.Namespace, template: str | None) -> ModelSpec:
+def _build_model_spec(path: str, arguments: argparse.Namespace, template: str | None) -> ModelSpec:
     model = ModelSpec(
         path=path,
-        backend=given.backend,
-        device=given.device,
-        dtype=given.dtype,
-        quantize=given.quantize,
+        backend=arguments.backend,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
         tokenizer=TokenizerSpec(chat_template=template),
     )
     validate(model)
     return model
 
 
-def _build_generation_spec(given: argparse.Namespace) -> GenerationSpec:
-    greedy = given.temperature == 0
+def _build_generation_spec(arguments: argparse.Namespace) -> GenerationSpec:
+    is_greedy = arguments.temperature == 0
     spec = GenerationSpec(
-        max_new_tokens=given.max_new_tokens,
-        temperature=1.0 if greedy else given.temperature,
-        greedy=greedy,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        seed=int.from_bytes(os.urandom(4), "little") if given.seed is None else given.seed,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=1.0 if is_greedy else arguments.temperature,
+        greedy=is_greedy,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=int.from_bytes(os.urandom(4), "little") if arguments.seed is None else arguments.seed,
     )
     validate(spec)
     return spec
@@ -163,13 +166,13 @@ def _open_conversation(
 ) -> Conversation:
     """Load the model and its tokenizer, print a header, and return the conversation.
 
-    With `plain`, the model continues each line as plain text, without a chat template. `label` is
-    "A" or "B" if the user chats with two models, and otherwise "". Raises `UserError` for a model
-    that cannot chat.
+    With `plain`, or if the tokenizer has no chat template, the model continues each line as plain
+    text. `label` is "A" or "B" if the user chats with two models, and otherwise "". Raises
+    `UserError` for a model that cannot generate text.
     """
     opened = open_policy(model)
     tokenizer = opened.tokenizer
-    facts = opened.engine.description
+    description = opened.engine.description
     chat = Conversation(
         opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.list_stop_ids()), view
     )
@@ -182,18 +185,19 @@ def _open_conversation(
         view.show_note(note)
     if opened.adapter:
         view.show_note(f"adapter of {opened.path}")
-    device = facts.get("device", model.device or "")
+    device = description.get("device", model.device or "")
     view.show_note(
-        f"{facts['family']}, {_format_amount(facts['num_parameters'])} parameters, {facts.get('dtype', '')} {device}".rstrip()
+        f"{description['family']}, {_format_amount(description['num_parameters'])} parameters, "
+        f"{description.get('dtype', '')} {device}".rstrip()
     )
     view.show_note(chat.describe_settings())
     if chat.plain:
         if plain:
-            why = "--plain"
+            reason = "--plain"
         else:
-            why = "this tokenizer has no chat template, so the model is not a chat model"
+            reason = "this tokenizer has no chat template, so the model is not a chat model"
         view.show_note(
-            f"plain text: each line is continued on its own, without a chat template ({why})"
+            f"plain text: each line is continued on its own, without a chat template ({reason})"
         )
     if tokenizer.eos_id is None:
         view.show_note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
@@ -222,7 +226,9 @@ class AnswerColumn:
 
     def write(self, text: str, style: str = "") -> str:
         printable_text = "".join(
-            each for each in text.replace("\t", "    ") if each == "\n" or is_printable(each)
+            character
+            for character in text.replace("\t", "    ")
+            if character == "\n" or is_printable(character)
         )
         self._side.answer_text.append(printable_text, style=style or None)
         self._side.both.refresh()
@@ -240,7 +246,7 @@ class AnswerColumn:
 class ColumnView:
     """User interface of one of two conversations that are shown side by side.
 
-    Notes to the user are held back until both models have answered the current line.
+    Notes are collected and shown after the answer.
     """
 
     def __init__(self, both: SideBySide, label: str) -> None:
@@ -278,7 +284,7 @@ class ColumnView:
 
 
 class SideBySide:
-    """Chat with two models at once, each in its own conversation.
+    """Chat with two models at once, each in a separate conversation.
 
     Both models answer the lines that the user types.
     """
@@ -288,15 +294,14 @@ class SideBySide:
         self.columns = view.interactive and view.width >= MIN_TERMINAL_WIDTH
         self._sides = [ColumnView(self, label) for label in LABELS]
         self._chats = list(chats)
-        for chat, side in zip(self._chats, self._sides, strict=True):
-            chat.view = side
+        for chat, column in zip(self._chats, self._sides, strict=True):
+            chat.view = column
         self._live = None if not self.columns else view.open_live_display(Text())
 
     def converse(self) -> None:
         """Read and handle lines until the input ends or the user quits.
 
-        On a terminal, errors are shown and the chat continues. Otherwise, an error ends the
-        program.
+        In a terminal, errors are shown and the chat continues. Otherwise, errors are raised.
         """
         while (line := self.view.read_line()) is not None:
             if not self.handle_line(line):
@@ -305,24 +310,24 @@ class SideBySide:
     def handle_line(self, line: str) -> bool:
         """Handle one line of input, and return False if the user wants to leave."""
         self.columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
-        for side in self._sides:
-            side.reset()
+        for column in self._sides:
+            column.reset()
         indices, line = self._parse_address(line)
         if line.strip() == "/help":
             self.view.show_note(f"{HELP_OF_ONE}\n{HELP}")
             return True
         if not self.columns:
-            stays = self._answer_line(indices, line)
+            continues = self._answer_line(indices, line)
             self._show_remaining_notes()
-            return stays
+            return continues
         self._live = self.view.open_live_display(Text())
         with self._live:
-            stays = self._answer_line(indices, line)
-        if any(side.answered for side in self._sides):
+            continues = self._answer_line(indices, line)
+        if any(column.answered for column in self._sides):
             self.view.show(self._build_table())
         else:
             self._show_remaining_notes()
-        return stays
+        return continues
 
     def refresh(self) -> None:
         """Redraw the display with the answers received so far."""
@@ -330,51 +335,51 @@ class SideBySide:
             self._live.update(self._build_table())
 
     def _parse_address(self, line: str) -> tuple[list[int], str]:
-        """Return the indices of the models that a line addresses, and the line without the address.
+        """Return (indices of the addressed models, line without the address).
 
         A line that begins with `/a` or `/b` addresses one model. Other lines address both.
         """
         for index, label in enumerate(LABELS):
-            name, _, rest = line.strip().partition(" ")
-            if name == f"/{label.lower()}" and rest.strip():
-                return [index], rest.strip()
+            first_word, _, message = line.strip().partition(" ")
+            if first_word == f"/{label.lower()}" and message.strip():
+                return [index], message.strip()
         return [0, 1], line
 
     def _answer_line(self, indices: Sequence[int], line: str) -> bool:
-        stays = True
+        continues = True
         for index in indices:
             chat = self._chats[index]
-            side = self._sides[index]
+            column = self._sides[index]
             try:
-                stays = chat.handle_line(line) and stays
+                continues = chat.handle_line(line) and continues
             except (UserError, RunError, OSError) as error:
                 if not self.view.interactive:
                     raise
-                side.show_error(str(error))
-            if side.answered and not self.columns:
-                self._show_notes(side)
-        return stays
+                column.show_error(str(error))
+            if column.answered and not self.columns:
+                self._show_notes(column)
+        return continues
 
     def _show_remaining_notes(self) -> None:
         """Show the notes that have not been shown yet.
 
         If both conversations have the same notes, these are shown only once.
         """
-        one, other = self._sides
-        if one.notes == other.notes:
-            for text, style in one.notes:
+        first, second = self._sides
+        if first.notes == second.notes:
+            for text, style in first.notes:
                 (self.view.show_error if style == "red" else self.view.show_note)(text)
-            one.notes = []
-            other.notes = []
-        for side in self._sides:
-            self._show_notes(side)
+            first.notes = []
+            second.notes = []
+        for column in self._sides:
+            self._show_notes(column)
 
-    def _show_notes(self, side: ColumnView) -> None:
-        for text, style in side.notes:
+    def _show_notes(self, column: ColumnView) -> None:
+        for text, style in column.notes:
             (self.view.show_error if style == "red" else self.view.show_note)(
-                f"{side.label}      {text.strip()}"
+                f"{column.label}      {text.strip()}"
             )
-        side.notes = []
+        column.notes = []
 
     def _build_table(self) -> Table:
         grid = Table(
@@ -382,5 +387,5 @@ class SideBySide:
         )
         for label in LABELS:
             grid.add_column(label, ratio=1, overflow="fold")
-        grid.add_row(*(side.format_cell() for side in self._sides))
+        grid.add_row(*(column.format_cell() for column in self._sides))
         return grid

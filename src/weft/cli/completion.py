@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import registry
-from weft.cli.help import shorten_to_clause
+from weft.cli.help import list_nested_groups, shorten_to_clause
 from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.cli.quickstart import list_flags
@@ -23,7 +23,7 @@ from weft.errors import UserError
 from weft.observe.run_list import find_runs
 from weft.options import OptionDescription, iterate_options
 
-Word = tuple[str, str]  # (candidate, its description)
+Word = tuple[str, str]  # (candidate, description or "")
 
 RUNS_FOLDER = "runs"
 EXPERIMENT_FLAGS = ("-e", "--experiment")
@@ -46,7 +46,7 @@ SUBCOMMAND_LINE = re.compile(
     r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?: \([^)]*\))?(?:$| {2,}))", re.MULTILINE
 )
 LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
-# Values of text options, by the last part of their names; the types of other options list them.
+# Last part of a text option's name -> its values. Other options state their values in their types.
 VALUE_SOURCES: dict[str, Callable[[], Iterable[str]]] = {
     "mode": lambda: ("local", "ray", "slurm"),
     "device": lambda: ("cpu", "cuda", "mps"),
@@ -68,15 +68,15 @@ PATH_OPTIONS = (
     "imports",
     "container",
 )
-MODEL_OPTIONS = ("path", "resume_from")  # options of PATHS that also accept a run
-# Subcommands of weft plan whose arguments are those of weft quickstart
+MODEL_OPTIONS = ("path", "resume_from")  # options of `PATH_OPTIONS` that also accept a run
+# subcommands of `weft plan` with the arguments of `weft quickstart`
 PLANNING = ("search", "run", "cost")
 
 
 def find_candidates(words: Sequence[str], current: str) -> list[Word]:
-    """Return the possible completions of `current`, the partial word after the complete `words`.
+    """Return the completions of `current`, the partial word after the complete `words`.
 
-    `words[0]` is the subcommand. The list is empty if nothing matches, or if `words` are invalid.
+    `words[0]` is the command. The list is empty if nothing matches, or if `words` are invalid.
     """
     try:
         result: list[Word] = []
@@ -96,11 +96,11 @@ def _propose_words(words: list[str], current: str) -> Iterator[Word]:
     elif words[:3] == ["launch", "tpu", "start"] and "--" in words:
         yield from _propose_words(words[words.index("--") + 1 :], current)
     elif words[:3] == ["launch", "tpu", "run"] and "--" in words:
-        begun = words[words.index("--") + 1 :]
-        if not begun:
+        program_words = words[words.index("--") + 1 :]
+        if not program_words:
             yield "weft", ""
-        elif begun[0] == "weft":
-            yield from _propose_words(begun[1:], current)
+        elif program_words[0] == "weft":
+            yield from _propose_words(program_words[1:], current)
     elif words[0] == "plan" and _is_planned_run(words[1:], current):
         yield from _complete_quickstart(words[2:], current)
     elif words[0] == "completion":
@@ -110,7 +110,7 @@ def _propose_words(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _is_planned_run(words: list[str], current: str) -> bool:
-    """Return whether the next word of `weft plan ...` is an argument of weft quickstart."""
+    """Return whether the word after `weft plan WORDS` is an argument of `weft quickstart`."""
     if not words or words[0] not in PLANNING or current.startswith("-"):
         return False
     return not words[-1].startswith("--")  # the value of a flag
@@ -120,21 +120,21 @@ def _is_planned_run(words: list[str], current: str) -> bool:
 
 
 def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
-    before = words[-1] if words else ""
+    previous = words[-1] if words else ""
     names = []
     for word in words:
         if not word.startswith("-") and "=" not in word:
             names.append(word)
     name = next((word for word in names if word in _list_quickstart_names(words)), None)
-    if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
+    if previous in ("--config", "--import", "--config-dir") or current.startswith("-"):
         yield from (
             list_paths(current) if not current.startswith("-") else _list_flags(list_flags())
         )
-    elif before == "--cfg":
+    elif previous == "--cfg":
         yield "job", "print the configuration"
     elif name is None:
         yield from ((each, "") for each in _list_quickstart_names(words))
-    elif before == "--help":
+    elif previous == "--help":
         yield from _list_help_groups(name, words)
     elif (
         "--configs" in words
@@ -150,34 +150,35 @@ def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _list_quickstart_names(words: Sequence[str]) -> list[str]:
-    """Return the names of the built-in quickstarts and of those registered in user code.
+    """Return the names of the built-in quickstarts and of quickstarts in user code.
 
-    User code is not run. It is only searched for calls of `register_quickstart`.
+    User code is not executed, only searched for calls of `register_quickstart`.
     """
-    named = []
+    user_names = []
     for file in _find_user_files(words):
-        named.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
-    return sorted({*registry.quickstarts.list_names(), *named})
+        user_names.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
+    return sorted({*registry.quickstarts.list_names(), *user_names})
 
 
 def _find_user_files(words: Sequence[str]) -> list[Path]:
-    given = []
-    for flag, word in pairwise(words):
-        if flag == "--import" and word.endswith(".py"):
-            given.append(Path(word))
+    """Return the files of user code: those named by `--import`, and those in the user folder."""
+    named_files = []
+    for previous, word in pairwise(words):
+        if previous == "--import" and word.endswith(".py"):
+            named_files.append(Path(word))
     folder = Path(registry.USER_FOLDER)
     files: list[Path] = []
-    for file in (*given, *sorted(folder.glob("*.py"))):
+    for file in (*named_files, *sorted(folder.glob("*.py"))):
         if file.is_file():
             files.append(file)
     return files
 
 
 def _build_config(name: str, words: Sequence[str]) -> Any:
-    """Return the default configuration of a quickstart.
+    """Return the default configuration of the quickstart `name`.
 
-    The file of user code that registers the quickstart is imported, unless the file imports a slow
-    package such as torch.
+    If user code registers the quickstart, its file is imported, unless it imports a slow package
+    such as torch.
     """
     if name not in registry.quickstarts.list_names():
         for file in _find_user_files(words):
@@ -194,20 +195,19 @@ def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator
     For example, `act` is completed to `actor.`, and `actor.` to the names of all options and groups
     of the actor. Options that are already set in `words` are left out.
     """
-    given = {word.partition("=")[0] for word in words}
-    open_ones = []
+    set_names = {word.partition("=")[0] for word in words}
+    unset_options = []
     for leaf in iterate_options(_build_config(name, words)):
-        if leaf.name not in given and leaf.name.startswith(current):
-            open_ones.append(leaf)
-    yield from list_next_parts(open_ones, current)
+        if leaf.name not in set_names and leaf.name.startswith(current):
+            unset_options.append(leaf)
+    yield from list_next_parts(unset_options, current)
 
 
 def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
     """Yield (name, description) for each way to extend the option name `current` by one level.
 
     For example, if `current` is "actor.", the option `actor.optimizer.lr` gives the name
-    `actor.optimizer.`. If a group such as this one is the only possibility, the names within the
-    group are yielded instead.
+    `actor.optimizer.`. If this is the only result, the names in the group are yielded instead.
     """
     start = current.rfind(".") + 1
     descriptions: dict[str, str] = {}
@@ -217,52 +217,51 @@ def list_next_parts(options: Sequence[OptionDescription], current: str) -> Itera
         descriptions.setdefault(
             word, f"options of {leaf.name[:start]}{part}" if dot else shorten_to_clause(leaf.help)
         )
-    alone = next(iter(descriptions), "")
-    if len(descriptions) == 1 and alone.endswith(".") and alone != current:
-        yield from list_next_parts(options, alone)
+    only_word = next(iter(descriptions), "")
+    if len(descriptions) == 1 and only_word.endswith(".") and only_word != current:
+        yield from list_next_parts(options, only_word)
     else:
         yield from descriptions.items()
 
 
 def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Yield a completion `OPTION=VALUE` for each value that can be suggested for an option.
+    """Yield a completion `OPTION=VALUE` for each known value of an option.
 
-    `current` is the word to complete, which contains `OPTION=`. `name` is the quickstart, and
-    `words` are the words before `current`. Yields nothing if the quickstart lacks the option.
+    `name` is the quickstart, `words` are the complete words, and `current` is the word to complete,
+    which begins with `OPTION=`. Yields nothing if the quickstart lacks the option.
     """
-    option, _, begun = current.partition("=")
+    option, _, partial = current.partition("=")
     leaf = next(
         (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
     )
     if leaf is None:
         return
-    last = option.rsplit(".", 1)[-1]
-    offered: list[Word] = []
+    last_part = option.rsplit(".", 1)[-1]
+    suggestions: list[Word] = []
     if "|" in leaf.type:
-        offered = [(value, "") for value in leaf.type.split("|")]
+        suggestions = [(value, "") for value in leaf.type.split("|")]
     elif leaf.type.startswith("bool"):
-        offered = list(BOOLS)
+        suggestions = list(BOOLS)
     elif option == "dataset.type":
-        offered = [(value, "") for value in registry.datasets.list_names()]
+        suggestions = [(value, "") for value in registry.datasets.list_names()]
     elif option == "dataset.named":
         from weft.data.named.catalogue import list_names
 
-        offered = [(value, "") for value in list_names()]
-    elif last in VALUE_SOURCES:
-        offered = [(value, "") for value in VALUE_SOURCES[last]()]
+        suggestions = [(value, "") for value in list_names()]
+    elif last_part in VALUE_SOURCES:
+        suggestions = [(value, "") for value in VALUE_SOURCES[last_part]()]
         if option == "allocation_mode":  # or a plan file
-            offered += list_paths(begun)
-    elif last in PATH_OPTIONS:
-        of_model = last in MODEL_OPTIONS and not option.startswith("dataset.")
-        offered = list(list_runs_and_paths(begun) if of_model else list_paths(begun))
-    yield from ((f"{option}={value}", what) for value, what in offered)
+            suggestions += list_paths(partial)
+    elif last_part in PATH_OPTIONS:
+        is_model = last_part in MODEL_OPTIONS and not option.startswith("dataset.")
+        suggestions = list(list_runs_and_paths(partial) if is_model else list_paths(partial))
+    yield from ((f"{option}={value}", description) for value, description in suggestions)
 
 
 def _list_help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
     yield "all", "every option"
-    parts = [leaf.name.split(".") for leaf in iterate_options(_build_config(name, words))]
-    for group in dict.fromkeys(
-        ".".join(part[:depth]) for part in parts for depth in range(1, len(part))
+    for group in list_nested_groups(
+        leaf.name for leaf in iterate_options(_build_config(name, words))
     ):
         yield group, f"options of {group}"
 
@@ -271,8 +270,8 @@ def _list_sections(words: Sequence[str]) -> Iterator[Word]:
     from weft.cli.sections import SectionLibrary
 
     folders = []
-    for flag, word in pairwise(words):
-        if flag == "--config-dir":
+    for previous, word in pairwise(words):
+        if previous == "--config-dir":
             folders.append(word)
     for section in SectionLibrary.from_folders(folders).iterate_sections():
         yield section.name, section.find_location()
@@ -284,14 +283,14 @@ def _list_sections(words: Sequence[str]) -> Iterator[Word]:
 def _complete_command(name: str, words: list[str], current: str) -> Iterator[Word]:
     """Iterate over completions for a command other than `quickstart`.
 
-    The command's subcommands and flags are read from its help. Other arguments are completed with
+    Subcommands and flags are read from the help of the command. Other arguments are completed with
     the names of runs, sections or files.
     """
     if name not in COMMANDS:
         return
-    before = words[-1] if words else ""
-    if before in EXPERIMENT_FLAGS + TRIAL_FLAGS:
-        yield from _list_run_names(words, before)
+    previous = words[-1] if words else ""
+    if previous in EXPERIMENT_FLAGS + TRIAL_FLAGS:
+        yield from _list_run_names(words, previous)
         return
     subcommands, flags = parse_command_help(name)
     path: list[str] = []
@@ -319,21 +318,21 @@ def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
 
     If the preceding `words` of the command name an experiment, only its trials are yielded.
     """
-    named = []
-    for before, word in pairwise(words):
-        if before in EXPERIMENT_FLAGS:
-            named.append(word)
+    experiments = []
+    for previous, word in pairwise(words):
+        if previous in EXPERIMENT_FLAGS:
+            experiments.append(word)
     for run in find_runs(Path(RUNS_FOLDER)):
         if flag in EXPERIMENT_FLAGS:
             yield run.parent.name, ""
-        elif not named or run.parent.name == named[-1]:
+        elif not experiments or run.parent.name == experiments[-1]:
             yield run.name, ""
 
 
 def parse_command_help(name: str, *path: str) -> tuple[list[str], list[str]]:
     """Return the subcommands and the flags of a command, as parsed from its `--help` output.
 
-    `path` names a subcommand of the command, and one of that, as in `launch tpu check`.
+    `path` are the names of nested subcommands, such as "tpu" and "check" for `launch tpu check`.
     """
     text = io.StringIO()
     with (
@@ -352,8 +351,8 @@ def _parse_subcommands(text: str) -> list[str]:
     """Return the subcommands that a help text lists under `positional arguments`."""
     if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
         return []
-    part = text.split("positional arguments:")[1].split("\noptions:")[0]
-    return [name for _, name in SUBCOMMAND_LINE.findall(part) if name]
+    listing = text.split("positional arguments:")[1].split("\noptions:")[0]
+    return [name for _, name in SUBCOMMAND_LINE.findall(listing) if name]
 
 
 def _list_flags(names: Iterable[str]) -> Iterator[Word]:
@@ -363,36 +362,41 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 # -- runs and files
 
 
-def list_runs_and_paths(begun: str) -> Iterator[Word]:
-    """Yield the paths that begin with `begun`: runs in ./runs first, then other files and folders.
+def list_runs_and_paths(partial: str) -> Iterator[Word]:
+    """Yield the paths that begin with `partial`: runs in ./runs, then other files and folders.
 
     Parent folders of the yielded runs are left out.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):
-        if str(run).startswith(begun):
+        if str(run).startswith(partial):
             runs.append(str(run))
     yield from ((run, "a run") for run in runs)
     yield from (
-        word for word in list_paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)
+        word
+        for word in list_paths(partial)
+        if not any(f"{run}/".startswith(word[0]) for run in runs)
     )
 
 
-def list_paths(begun: str) -> Iterator[Word]:
-    """Iterate over files and folders whose paths begin with `begun`; folders end with a slash."""
-    folder, _, last = begun.rpartition("/")
-    place = Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser()
-    if not place.is_dir():
+def list_paths(partial: str) -> Iterator[Word]:
+    """Iterate over files and folders whose paths begin with `partial`; folders end with a slash."""
+    folder, _, partial_name = partial.rpartition("/")
+    directory = Path(f"{folder}/" if folder or partial.startswith("/") else ".").expanduser()
+    if not directory.is_dir():
         return
-    for entry in sorted(place.iterdir()):
-        if entry.name.startswith(last) and (last.startswith(".") or not entry.name.startswith(".")):
-            head = f"{folder}/" if "/" in begun else ""
-            yield f"{head}{entry.name}{'/' if entry.is_dir() else ''}", ""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith(partial_name) and (
+            partial_name.startswith(".") or not entry.name.startswith(".")
+        ):
+            parent = f"{folder}/" if "/" in partial else ""
+            yield f"{parent}{entry.name}{'/' if entry.is_dir() else ''}", ""
 
 
 SCRIPTS = Path(__file__).with_name("shells")
 SHELLS = ("bash", "zsh", "fish")
-WORDS_SUBCOMMAND = "words"  # subcommand called by the scripts with the words of a command line, the last one partial
+# subcommand that the scripts call with the words of a command line, the last of which is partial
+WORDS_SUBCOMMAND = "words"
 EPILOG = """examples:
   source <(weft completion bash)                                     in ~/.bashrc
   source <(weft completion zsh)                                      in ~/.zshrc, after compinit
@@ -400,18 +404,15 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a shell's completion script, or candidates for a command line.
-
-    Returns the exit code.
-    """
+    """Print a shell's completion script, or candidates for a command line; return the exit code."""
     if argv and argv[0] == WORDS_SUBCOMMAND:
         return _print_candidates(list(argv[1:]))
     parser = CommandParser(prog="weft completion", description=__doc__, epilog=EPILOG)
     parser.add_argument("shell", choices=SHELLS)
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
-    print((SCRIPTS / f"weft.{given.shell}").read_text(encoding="utf-8"), end="")
+    arguments = parser.parse_args(list(argv))
+    print((SCRIPTS / f"weft.{arguments.shell}").read_text(encoding="utf-8"), end="")
     return 0
 
 
@@ -423,6 +424,6 @@ def _print_candidates(words: list[str]) -> int:
 
     words = words[1:] if words[:1] == ["--"] else words
     current = words.pop() if words else ""
-    for word, what in find_candidates(words, current):
-        print(f"{word}\t{what}" if what else word)
+    for word, description in find_candidates(words, current):
+        print(f"{word}\t{description}" if description else word)
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft import registry
 from weft.cli import overrides
-from weft.cli.parsing import CommandParser, add_imports
+from weft.cli.parsing import CommandParser, add_imports, split_names
 from weft.cli.sections import (
     READY,
     SHIPPED,
@@ -50,14 +50,14 @@ EPILOG = """examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft config ...` and return the exit code. Raises `UserError` for unusable input."""
     parser = _build_parser()
-    given = parser.parse_args(list(argv))
-    if given.command is None:
+    arguments = parser.parse_args(list(argv))
+    if arguments.command is None:
         parser.print_help()
         return 2
     registry.import_user_folder()
-    registry.import_user_code(given.imports)
-    run: Callable[[argparse.Namespace], Iterable[str]] = given.run
-    for line in run(given):
+    registry.import_user_code(arguments.imports)
+    run: Callable[[argparse.Namespace], Iterable[str]] = arguments.run
+    for line in run(arguments):
         print(line)
     return 0
 
@@ -124,49 +124,53 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def list_sections(given: argparse.Namespace) -> Iterator[str]:
+def list_sections(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield lines that list the recipes with their purposes, and then the other sections.
 
-    The last lines say which sections or files cannot be used, and why. Raises `ConfigError` if no
-    section has a name that contains `given.part`.
+    The last lines name the sections and files that cannot be used, with the reasons. Raises
+    `ConfigError` if no section has a name that contains `arguments.part`.
     """
-    broken: list[str] = []
-    library = SectionLibrary.from_folders(given.folders, broken)
+    problems: list[str] = []
+    library = SectionLibrary.from_folders(arguments.folders, problems)
     sections = []
     for name in library.list_names():
         try:
-            sections += [library.get(name)] if given.part in name else []
+            sections += [library.get(name)] if arguments.part in name else []
         except ConfigError as error:
-            broken.append(str(error))
+            problems.append(str(error))
     for _, contents in library.contents:
-        broken.extend(contents.problems)
-    recipes = {
-        section.name: purpose
-        for section in sections
-        if (purpose := _describe_recipe(section)) is not None
-    }
-    rest = [section for section in sections if section.name not in recipes]
+        problems.extend(contents.problems)
+    recipes = {}
+    for section in sections:
+        purpose = _describe_recipe(section)
+        if purpose is not None:
+            recipes[section.name] = purpose
+    other_sections = [section for section in sections if section.name not in recipes]
     if recipes:
-        yield "recipes: complete runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+        yield (
+            "recipes: complete runs on real models (weft quickstart ALGORITHM --config "
+            "recipes/NAME.yaml)"
+        )
         width = max(map(len, recipes))
         yield from (f"  {name:{width}}  {purpose}" for name, purpose in sorted(recipes.items()))
-    if recipes and rest:
+    if recipes and other_sections:
         yield ""
         yield "sections: named groups of settings (weft quickstart ALGORITHM --configs NAME NAME)"
-    yield from _format_sections(rest)
-    yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
+    yield from _format_sections(other_sections)
+    yield from (f"cannot be used: {problem}" for problem in dict.fromkeys(problems))
     if not sections:
-        raise ConfigError(f"weft config ls {given.part}: no section's name contains this")
+        raise ConfigError(f"weft config ls {arguments.part}: no section's name contains this")
 
 
 def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     """Yield a line per section with its name, its location, and the first few keys that it sets."""
-    width = max((len(section.name) for section in sections), default=0)
-    place = max((len(section.find_location()) for section in sections), default=0)
+    name_width = max((len(section.name) for section in sections), default=0)
+    place_width = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
-        more = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
-        yield f"{section.name:{width}}  {section.find_location():{place}}  {', '.join(keys[:MAX_SHOWN_KEYS])}{more}"
+        remainder = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
+        listed_keys = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
+        yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {listed_keys}"
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:
@@ -176,129 +180,122 @@ def _describe_recipe(section: ConfigSection) -> str | None:
     """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
-    rows = find_shipped_file(section.file).read_text(encoding="utf-8").splitlines()
-    head = [
-        row.lstrip("# ").rstrip()
-        for row in itertools.takewhile(lambda row: row.startswith("#"), rows)
+    lines = find_shipped_file(section.file).read_text(encoding="utf-8").splitlines()
+    comments = [
+        line.lstrip("# ").rstrip()
+        for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
     ]
-    gpu = next((row.partition(": ")[2] for row in head if row.startswith("GPU: ")), "")
-    return f"{head[0].rstrip('.')}; {gpu}" if gpu else head[0]
+    gpu = next((line.partition(": ")[2] for line in comments if line.startswith("GPU: ")), "")
+    return f"{comments[0].rstrip('.')}; {gpu}" if gpu else comments[0]
 
 
-def show_stack(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines with the options that the merged sections set, each with its origin.
+def show_stack(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield lines with the options of the merged sections and assignments, each with its origin.
 
     The first line is the command to run, and the last lines are notes.
     """
-    names = []
-    for word in given.words:
-        if "=" not in word:
-            for name in word.split(","):
-                if name:
-                    names.append(name)
-    assigned = overrides.parse([word for word in given.words if "=" in word])
-    library = SectionLibrary.from_folders(given.folders)
-    quickstart = given.quickstart or guess_quickstart([library.get(name) for name in names])
-    stack = _read_checked_stack(names, library, quickstart, assigned)
+    names = split_names(word for word in arguments.words if "=" not in word)
+    assignments = overrides.parse([word for word in arguments.words if "=" in word])
+    library = SectionLibrary.from_folders(arguments.folders)
+    quickstart = arguments.quickstart or guess_quickstart([library.get(name) for name in names])
+    stack = _read_checked_stack(names, library, quickstart, assignments)
     yield f"weft quickstart {quickstart} --configs {' '.join(names)}"
     yield from map(redact, stack.format_lines())
     yield from (redact(f"note: {note}") for note in stack.notes)
 
 
-def copy_section(given: argparse.Namespace) -> Iterator[str]:
+def copy_section(arguments: argparse.Namespace) -> Iterator[str]:
     """Copy one section with its comments to a new file, and yield a line of confirmation."""
-    section = SectionLibrary.from_folders(given.folders).get(given.name)
-    if given.file.exists():
-        raise ConfigError(f"weft config cp: {given.file} exists; name another file")
-    make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
-    with explain_read_errors(f"weft config cp: {given.file}", ConfigError, "name another file"):
-        write(given.file, _read_section_text(section))
-    yield f"{section.name}: copied from {section.find_location()} to {given.file}"
+    section = SectionLibrary.from_folders(arguments.folders).get(arguments.name)
+    if arguments.file.exists():
+        raise ConfigError(f"weft config cp: {arguments.file} exists; name another file")
+    make_folder(arguments.file.parent, f"weft config cp: {arguments.file.parent}", ConfigError)
+    with explain_read_errors(f"weft config cp: {arguments.file}", ConfigError, "name another file"):
+        write(arguments.file, _read_section_text(section))
+    yield f"{section.name}: copied from {section.find_location()} to {arguments.file}"
 
 
 def _read_section_text(section: ConfigSection) -> str:
-    """Return the section's source text with its comments.
+    """Return the source text of a section with its comments.
 
-    If the section uses a YAML anchor that is defined outside it, its values are written as YAML
+    If the section uses a YAML anchor that is defined outside it, the result is YAML of its values,
     without anchors and comments.
     """
     import yaml
 
     file = find_shipped_file(section.file) if section.shipped else Path(section.file)
-    rows = file.read_text(encoding="utf-8").splitlines()
-    if section.foreign or section.name not in _find_top_keys(rows):
-        return "\n".join(rows) + "\n"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if section.foreign or section.name not in _find_top_keys(lines):
+        return "\n".join(lines) + "\n"
     start = section.line - 1
     end = next(
-        (index for index in range(start + 1, len(rows)) if re.match(r"[^\s#]", rows[index])),
-        len(rows),
+        (index for index in range(start + 1, len(lines)) if re.match(r"[^\s#]", lines[index])),
+        len(lines),
     )
-    while end > start + 1 and (not rows[end - 1].strip() or rows[end - 1].startswith("#")):
+    while end > start + 1 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
         end -= 1
-    text = "\n".join(rows[start:end]) + "\n"
+    text = "\n".join(lines[start:end]) + "\n"
     try:
-        alone = yaml.safe_load(text)
+        parsed = yaml.safe_load(text)
     except yaml.YAMLError:  # the section has an alias of an anchor elsewhere in its file
-        alone = None
-    if isinstance(alone, dict) and section.name in alone:
+        parsed = None
+    if isinstance(parsed, dict) and section.name in parsed:
         return text
     return yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
 
 
-def _find_top_keys(rows: Sequence[str]) -> set[str]:
+def _find_top_keys(lines: Sequence[str]) -> set[str]:
     """Return the top-level keys of a YAML file, given its lines."""
-    matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
+    matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", line) for line in lines)
     return {match[2].strip() for match in matches if match}
 
 
-def validate_given(given: argparse.Namespace) -> Iterator[str]:
-    """Check the files, folders and sections given to `weft config validate`.
+def validate_given(arguments: argparse.Namespace) -> Iterator[str]:
+    """Check the files, folders and sections that are arguments of `weft config validate`.
 
-    Each section in the files is checked separately. Sections given by name are merged with each
-    other and with the assignments on the command line, and the result is checked. Yields a line for
-    each valid section of a file, and a line for the merged sections if they are valid. If there are
-    problems, raises a `ConfigError` at the end that lists all of them.
+    Each section in the files is checked separately. Sections that are given by name are merged with
+    each other and with the assignments on the command line, and the result is checked. Yields a
+    line for each valid section of a file, and a line for the merged sections if they are valid. At
+    the end, raises a `ConfigError` that lists all problems, if there are any.
     """
     problems: list[str] = []
     names: list[str] = []
-    # Files and folders are checked one by one; names of sections are collected to be combined.
-    for word in (word for word in given.words if "=" not in word):
-        place = Path(word)
-        if place.is_file() or place.is_dir():
-            if place.is_file():
-                inside = [place]
+    # Check files and folders one by one, and collect the names of sections.
+    for word in (word for word in arguments.words if "=" not in word):
+        path = Path(word)
+        if path.is_file() or path.is_dir():
+            if path.is_file():
+                files = [path]
             else:
-                inside = list_yaml_files(place, f"weft config validate {word}")
-            for file in inside:
-                yield from _check_file(file, given, problems)
-        elif place.suffix in SUFFIXES or "/" in word:
+                files = list_yaml_files(path, f"weft config validate {word}")
+            for file in files:
+                yield from _check_file(file, arguments, problems)
+        elif path.suffix in SUFFIXES or "/" in word:
             raise ConfigError(f"weft config validate {word}: there is no such file")
         else:
-            for name in word.split(","):
-                if name:
-                    names.append(name)
-    # The combination of the named sections, with the overrides.
-    assigned = [word for word in given.words if "=" in word]
-    if assigned and not names:
+            names += split_names([word])
+    # Merge the named sections and the assignments, and check the result.
+    assignments = [word for word in arguments.words if "=" in word]
+    if assignments and not names:
         raise ConfigError(
-            f"weft config validate {assigned[0]}: overrides sections; name them before it"
+            f"weft config validate {assignments[0]}: overrides sections; name them before it"
         )
     if names:
-        right, wrong = _find_problem(
+        quickstart, problem = _find_problem(
             names,
-            SectionLibrary.from_folders(given.folders),
-            given.quickstart,
-            overrides.parse(assigned),
+            SectionLibrary.from_folders(arguments.folders),
+            arguments.quickstart,
+            overrides.parse(assignments),
         )
-        if wrong:
-            problems.append(wrong)
+        if problem:
+            problems.append(problem)
         else:
-            yield f"{' '.join(names)}: valid for {right}"
+            yield f"{' '.join(names)}: valid for {quickstart}"
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _check_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
+def _check_file(file: Path, arguments: argparse.Namespace, problems: list[str]) -> Iterator[str]:
     """Check each section of a file, and yield a line for each valid section.
 
     The problems of invalid sections are appended to `problems`.
@@ -309,12 +306,12 @@ def _check_file(file: Path, given: argparse.Namespace, problems: list[str]) -> I
         problems.append(str(error))
         return
     problems += contents.problems
-    others = SectionLibrary.from_folders(given.folders, broken=[]).contents
+    others = SectionLibrary.from_folders(arguments.folders, problems=[]).contents
     library = SectionLibrary(((str(file.parent), SectionFile(contents.sections)), *others))
     for section in contents.sections:
-        quickstart, wrong = _find_problem([section.name], library, given.quickstart)
-        if wrong:
-            problems.append(wrong)
+        quickstart, problem = _find_problem([section.name], library, arguments.quickstart)
+        if problem:
+            problems.append(problem)
         else:
             yield f"{section.find_location()}: {section.name} is valid for {quickstart}"
 
@@ -323,46 +320,46 @@ def _find_problem(
     names: Sequence[str],
     library: SectionLibrary,
     quickstart: str | None,
-    given: Sequence[overrides.Override] = (),
+    assignments: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
     """Merge and check sections, and return (quickstart name, error message).
 
-    `names` are the names of the sections. Quickstarts are tried one after the other, beginning with
-    the likeliest, until one accepts all keys of the sections. If none does, the likeliest and its
-    error are returned. The message is empty if the sections are valid. If `quickstart` is given,
-    only this one is tried.
+    `names` are the names of the sections, and `assignments` override them. Quickstarts are tried
+    one after the other, beginning with the likeliest, until one accepts all keys. If none does, the
+    likeliest and its error are returned. If `quickstart` is not None, only this one is tried. The
+    message is empty if the options are valid.
     """
-    first = quickstart or guess_quickstart([library.get(name) for name in names])
-    wrong = ""
-    for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
+    likeliest = quickstart or guess_quickstart([library.get(name) for name in names])
+    problem = ""
+    for name in (likeliest,) if quickstart else dict.fromkeys((likeliest, *QUICKSTARTS)):
         try:
-            _read_checked_stack(names, library, name, given)
+            _read_checked_stack(names, library, name, assignments)
         except ConfigError as error:
-            wrong = wrong or str(error)
+            problem = problem or str(error)
             if "unknown key" not in str(error):
                 return name, str(error)
         else:
             return name, ""
-    return first, wrong
+    return likeliest, problem
 
 
 def _read_checked_stack(
     names: Sequence[str],
     library: SectionLibrary,
     quickstart: str,
-    given: Iterable[overrides.Override],
+    assignments: Iterable[overrides.Override],
 ) -> SectionStack:
     """Merge the named sections, and check that the result is valid for a quickstart.
 
-    `quickstart` is the name of the quickstart. `given` are the options that the user has set in
-    addition to the sections. Raises a `ConfigError` that states where an invalid option was set.
+    `quickstart` is the name of the quickstart. `assignments` are options that the user sets in
+    addition to the sections. Raises a `ConfigError` that states where an invalid option is set.
     """
     from weft.cli.quickstart import apply_overrides
 
     base = registry.quickstarts.get(quickstart)()
     if not isinstance(base, RunConfig):
         raise ConfigError(f"--for {quickstart}: it has no options that a section can set")
-    stack = read_stack(names, library, base, given)
+    stack = read_stack(names, library, base, assignments)
     try:
         config, _ = apply_overrides(base, stack.overrides)
         check(config)
@@ -379,7 +376,7 @@ def _read_checked_stack(
 def _check_named_objects(config: RunConfig) -> None:
     """Check that the files, models, interfaces and functions named in the options exist.
 
-    Raises `UserError` for the first one that is missing.
+    Raises `UserError` for the first of them that is missing.
     """
     registry.import_user_code(config.imports)
     for spec in fields(config):
@@ -403,31 +400,30 @@ def _check_named_objects(config: RunConfig) -> None:
                 )
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
-    if config.eval_prompts is not None and (problem := find_file_problem(config.eval_prompts)):
-        raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
+    if config.eval_prompts is not None:
+        problem = find_file_problem(config.eval_prompts)
+        if problem:
+            raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
     for folder in config.eval_suite.include_path:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(f"eval_suite.include_path=[{folder}]: there is no such folder")
     reward = getattr(config, "reward", None)
-    for part in parse_reward(reward) if reward is not None else ():
-        locate(part)
+    for function in parse_reward(reward) if reward is not None else ():
+        locate(function)
 
 
 def _check_call(name: str, call: MFCOptions) -> None:
-    """Check that the interface and the hooks of the model call `name` exist.
-
-    Raises `ConfigError` for an unknown name.
-    """
+    """Raise `ConfigError` if the interface or a hook of the model call `name` does not exist."""
     if call.interface is not None and call.interface not in registry.interfaces:
         raise qualify_error(
             f"{name}.interface",
             build_unknown_name_error("interface", call.interface, registry.interfaces.list_names()),
         )
-    for kind in ("pre_hooks", "post_hooks"):
-        for hook in parse_hooks(getattr(call, kind)):
+    for group in ("pre_hooks", "post_hooks"):
+        for hook in parse_hooks(getattr(call, group)):
             if isinstance(hook, Call) and hook.function not in registry.functions:
                 raise qualify_error(
-                    f"{name}.{kind}",
+                    f"{name}.{group}",
                     build_unknown_name_error(
                         "host function", hook.function, registry.functions.list_names()
                     ),
@@ -435,10 +431,9 @@ def _check_call(name: str, call: MFCOptions) -> None:
 
 
 def _check_sources(config: RunConfig, stack: SectionStack) -> None:
-    """Check the datasets in `dataset.sources`.
+    """Raise `ConfigError` for an invalid dataset in `dataset.sources`.
 
-    Raises `ConfigError` for an invalid dataset. Its message begins with the file and line where
-    `dataset.sources` is set.
+    The message begins with the file and line that set `dataset.sources`.
     """
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None

@@ -1,6 +1,6 @@
-"""One conversation: its messages, the user's commands, streaming answers, and its display.
+"""One conversation with a model: messages, the user's commands, streamed answers, and the display.
 
-The display shows speaker labels and wrapped text in a terminal. If the output is piped, only the
+In a terminal, the display shows speaker labels and wraps text. If the output is piped, only the
 answers are printed.
 """
 
@@ -44,7 +44,7 @@ Ctrl-C           stop the answer"""
 
 
 class AnswerDisplay(Protocol):
-    """Protocol for displays that show an answer while it is generated.
+    """Protocol for displays of an answer while it is generated.
 
     `write` shows text in a style of the package `rich`, and returns the text.
     """
@@ -60,7 +60,11 @@ class AnswerDisplay(Protocol):
 
 
 class ConversationView(Protocol):
-    """Protocol for user interfaces that read the user's lines and show a conversation."""
+    """Protocol for user interfaces that read the user's lines and show a conversation.
+
+    `interactive` is True if the user types in a terminal. `read_line` returns None at the end of
+    the input.
+    """
 
     interactive: bool
 
@@ -74,12 +78,12 @@ class ConversationView(Protocol):
 class Conversation:
     """Conversation of a user with one model.
 
-    `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer.
-    `is_answer_complete` is True if the model finished that answer.
+    `prompt_ids` and `answer_ids` are the token ids of the last prompt and its answer.
+    `is_answer_complete` is True if the model finished this answer.
 
     `context` is the model's maximum number of tokens. If a conversation gets longer, its oldest
     messages are left out of the prompt. If `history` is False, each message is answered without the
-    earlier ones.
+    earlier ones. If `plain` is True, each message is continued as text, without a chat template.
     """
 
     engine: Engine
@@ -94,8 +98,8 @@ class Conversation:
     prompt_ids: list[int] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
     is_answer_complete: bool = True
-    num_requests: int = 0  # number of requests; part of the sampling seed, so that a retry differs
-    name: str = ""  # model name, for files with the answers of several models
+    num_requests: int = 0  # part of the sampling seed, so that a retry gives another answer
+    name: str = ""  # model name, written into files with the answers of several models
 
     def run_until_end(self) -> None:
         """Read and handle lines until the input ends or the user quits.
@@ -124,8 +128,8 @@ class Conversation:
         elif line.strip() in QUIT_WORDS:
             return self._run_command(line.strip().removeprefix("!"), "")
         elif line.startswith("/") and not line.startswith("//"):
-            name, _, rest = line[1:].strip().partition(" ")
-            return self._run_command(name, rest.strip())
+            name, _, argument = line[1:].strip().partition(" ")
+            return self._run_command(name, argument.strip())
         else:
             self.answer_message(line[1:] if line.startswith("//") else line)
         return True
@@ -133,14 +137,14 @@ class Conversation:
     def answer_message(self, text: str) -> None:
         """Add a user message and answer it.
 
-        If answering raises `UserError`, the message is removed again.
+        If answering raises `UserError`, the message is removed.
         """
-        before = list(self.messages)
+        earlier_messages = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             self._answer_last_message()
         except UserError:
-            self.messages = before
+            self.messages = earlier_messages
             raise
 
     def continue_answer(self) -> None:
@@ -153,6 +157,7 @@ class Conversation:
         self._stream_answer(self.prompt_ids, self.answer_ids)
 
     def retry_answer(self) -> None:
+        """Sample another answer to the last message."""
         if not self.messages:
             self.view.show_note("there are no messages yet")
             return
@@ -171,21 +176,21 @@ class Conversation:
 
     # -- commands
 
-    def _run_command(self, name: str, rest: str) -> bool:
+    def _run_command(self, name: str, argument: str) -> bool:
         if name in ("quit", "exit"):
             return False
         commands: dict[str, Callable[[], None]] = {
             "help": lambda: self.view.show_note(HELP),
             "retry": self.retry_answer,
             "reset": self._reset,
-            "system": lambda: self._set_system(rest),
-            "set": lambda: self._change_setting(rest),
-            "save": lambda: self._save(rest),
+            "system": lambda: self._set_system(argument),
+            "set": lambda: self._change_setting(argument),
+            "save": lambda: self._save(argument),
         }
         if name not in commands:
-            close = find_nearest(name, [*commands, "quit"])
-            if close:
-                hint = f"did you mean /{' or /'.join(close)}?"
+            similar = find_nearest(name, [*commands, "quit"])
+            if similar:
+                hint = f"did you mean /{' or /'.join(similar)}?"
             else:
                 hint = "/help lists them"
             raise ConfigError(
@@ -206,8 +211,8 @@ class Conversation:
             self.system = None if text == "off" else text
         self.view.show_note(f"system prompt: {self.system}" if self.system else "no system prompt")
 
-    def _change_setting(self, rest: str) -> None:
-        name, _, value = rest.replace("=", " ").partition(" ")
+    def _change_setting(self, argument: str) -> None:
+        name, _, value = argument.replace("=", " ").partition(" ")
         if name:
             if name not in SETTINGS:
                 raise build_unknown_name_error("setting", name, SETTINGS)
@@ -225,15 +230,15 @@ class Conversation:
     def _save(self, name: str) -> None:
         """Append the conversation as one row to the JSONL file `name`.
 
-        In plain mode, each exchange of a message and its answer is a separate row. Raises
-        `ConfigError` if `name` is empty or if there are no messages.
+        In plain mode, each message and its answer are a separate row. Raises `ConfigError` if
+        `name` is empty or if there are no messages.
         """
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:
             raise ConfigError("there are no messages yet")
-        pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
-        rows = pairs if self.plain else [self._build_messages()]
+        exchanges = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
+        rows = exchanges if self.plain else [self._build_messages()]
         with open_file(Path(name).expanduser(), "a", encoding="utf-8") as file:
             for row in rows:
                 model_field = {"model": self.name} if self.name else {}
@@ -243,26 +248,26 @@ class Conversation:
     # -- answers
 
     def _build_messages(self, start: int = 0) -> list[dict[str, str]]:
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.messages[start:]]
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system_messages, *self.messages[start:]]
 
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        Part of the model's context is kept free for the answer: the maximum length of an answer, or
+        Part of the model's context is reserved for the answer: the maximum length of an answer, or
         a quarter of the context if that is less.
         """
-        start = first = 0 if self.history else len(self.messages) - 1
+        start = oldest_start = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
         if self.context is None:
             return prompt
-        most = self.context - min(self.spec.new_token_limit, self.context // 4)
-        while len(prompt) > most and start + 2 < len(self.messages):
+        limit = self.context - min(self.spec.new_token_limit, self.context // 4)
+        while len(prompt) > limit and start + 2 < len(self.messages):
             start += 2
             prompt = self.tokenizer.encode_chat(
                 self._build_messages(start), add_generation_prompt=True
             )
-        if start > first:
+        if start > oldest_start:
             self.view.show_note(
                 f"the model takes {self.context} tokens: it does not see the oldest {start} "
                 f"messages any more"
@@ -285,7 +290,8 @@ class Conversation:
     def _stream_answer(self, prompt: list[int], answer_ids: list[int]) -> None:
         """Sample the answer to `prompt`, show it token by token, and store it.
 
-        `answer_ids` are tokens that the answer already has. Ctrl-C keeps the tokens sampled so far.
+        `prompt` are token ids. `answer_ids` are the tokens of an answer that is continued. Ctrl-C
+        keeps the tokens sampled so far.
         """
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
@@ -293,15 +299,15 @@ class Conversation:
         # Decode the part of the answer that exists already.
         decoder = StreamDecoder(self.tokenizer)
         if self.plain:
-            decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
-        new = list[int]()
+            decoder.feed(prompt)  # some tokenizers drop the space before the first word of a text
+        new_ids = list[int]()
         text = decoder.feed(answer_ids)
         finish: str | None = None
         started = time.perf_counter()
         if self.context is None:
-            room = None
+            max_new_tokens = None
         else:
-            room = max(1, self.context - len(prompt) - len(answer_ids))
+            max_new_tokens = max(1, self.context - len(prompt) - len(answer_ids))
         # Sample, and show each token's text.
         with self.view.open_answer() as answer:
             if self.plain:
@@ -314,12 +320,12 @@ class Conversation:
                         0,
                         [*prompt, *answer_ids],
                         step=self.num_requests,
-                        max_new_tokens=room,
+                        max_new_tokens=max_new_tokens,
                     )
                     generator.submit([request])
                     while not generator.idle:
                         for event in generator.step():
-                            new.append(event.token)
+                            new_ids.append(event.token)
                             finish = event.finish
                             text += answer.write(decoder.feed([event.token]))
             except KeyboardInterrupt:
@@ -330,38 +336,38 @@ class Conversation:
         # Store the answer.
         self.num_requests += 1
         self.prompt_ids = prompt
-        self.answer_ids = [*answer_ids, *new]
+        self.answer_ids = [*answer_ids, *new_ids]
         self.is_answer_complete = finish == "stop"
         self.messages.append({"role": "assistant", "content": text if self.plain else text.strip()})
-        self._show_answer_end(finish, len(new), time.perf_counter() - started)
+        self._show_answer_end(finish, len(new_ids), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
         """Print an answer's token count and speed and, if it is incomplete, the reason.
 
-        Nothing is printed unless the output is a terminal.
+        Nothing is printed unless the conversation is interactive.
         """
         if not self.view.interactive:
             return
-        ends = {
+        remarks = {
             "length": "; cut at max_new_tokens, an empty line continues it",
             "stopped": "; stopped, an empty line continues it",
         }
         self.view.show_note(
-            f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}"
+            f"       {count} tokens, {count / seconds:.0f} per second{remarks.get(str(finish), '')}"
         )
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return the sampling limits that are in effect among top_p, top_k and min_p, keyed by name."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    """Return the values of `top_p`, `top_k` and `min_p` that limit sampling, keyed by name."""
+    neutral_values = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
-    for name, value in off.items():
+    for name, value in neutral_values.items():
         if getattr(spec, name) != value:
             result[name] = getattr(spec, name)
     return result
 
 
-LABEL_WIDTH = 7  # columns of the speaker's label
+LABEL_WIDTH = 7  # columns for the label of the speaker
 MAX_TEXT_WIDTH = 100  # maximum columns of text; longer lines are hard to read
 
 
@@ -388,27 +394,27 @@ class StreamWrapper:
         self._has_output = False
 
     def feed(self, text: str) -> str:
-        out = ""
+        printable = ""
         for character in text.replace("\t", "    "):
             if character == "\n":
-                out += self.flush() + "\n" + " " * self.indent
+                printable += self.flush() + "\n" + " " * self.indent
                 self.column = self.indent
             elif character == " ":
-                out += self._place_word()
+                printable += self._place_word()
                 self._gap += " " if self._has_output else ""
             elif is_printable(character):
-                wide = cell_len(character) > 1  # scripts written without spaces break anywhere
-                out += self._place_word() if wide else ""
+                is_wide = cell_len(character) > 1  # CJK text has no spaces and can break anywhere
+                printable += self._place_word() if is_wide else ""
                 self._word += character
-                if wide or self.indent + cell_len(self._word) >= self.width:
-                    out += self._place_word()
-        return out
+                if is_wide or self.indent + cell_len(self._word) >= self.width:
+                    printable += self._place_word()
+        return printable
 
     def flush(self) -> str:
         """Return the incomplete word that has been held back."""
-        out = self._place_word()
+        printable = self._place_word()
         self._gap = ""
-        return out
+        return printable
 
     def _place_word(self) -> str:
         word = self._word
@@ -429,8 +435,8 @@ class StreamWrapper:
 class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
-    The answer is preceded by `label`, the name of the speaker. If `label` is empty, a terminal
-    shows "model" instead, and a pipe gets only the answer.
+    The answer is preceded by `label`, the name of the speaker. If `label` is empty, "model" is
+    shown in a terminal, and only the answer is written to a pipe.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
@@ -449,8 +455,8 @@ class StreamedAnswer:
     def write(self, text: str, style: str = "") -> str:
         """Show text, and return it unchanged.
 
-        With a `style` (the name of a `rich` style), the text is shown only on a terminal. This is
-        used for existing text that the answer continues.
+        Text with a `style` (the name of a `rich` style) is shown only in a terminal: it is the
+        existing text that the answer continues.
         """
         if self._interactive:
             self._print(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
@@ -474,7 +480,7 @@ class StreamedAnswer:
 
 
 class ChatView:
-    """Terminal interface of a chat, which reads the user's lines and shows the answers.
+    """User interface that reads the user's lines from standard input and prints the answers.
 
     Unless both input and output are terminals, standard output gets only the answers, and notes go
     to standard error.
@@ -517,12 +523,12 @@ class ChatView:
         """Number of columns available for text."""
         return self._console.width
 
-    def show(self, what: RenderableType) -> None:
-        self._console.print(what)
+    def show(self, content: RenderableType) -> None:
+        self._console.print(content)
 
-    def open_live_display(self, what: RenderableType) -> Live:
-        """Return a live display of `what`, which disappears from the terminal when it is closed."""
-        return Live(what, console=self._console, transient=True, refresh_per_second=8)
+    def open_live_display(self, content: RenderableType) -> Live:
+        """Return a live display of `content`, which is removed from the terminal at its end."""
+        return Live(content, console=self._console, transient=True, refresh_per_second=8)
 
     def show_title(self, text: str) -> None:
         self._notes.print(text, style="bold", markup=False, soft_wrap=True)

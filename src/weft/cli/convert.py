@@ -21,11 +21,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 NORMAL_PIECE = 1
+# id of a special piece -> its kind
 SPECIAL_PIECES = {
     0: spm.UNKNOWN,
     1: spm.CONTROL,
     2: spm.CONTROL,
-}  # id of a special piece -> its kind
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="weft convert", description=__doc__)
     parser.set_defaults(complete=None)  # fills in arguments that depend on others
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    subcommands = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     # One subcommand per conversion.
-    llama = kinds.add_parser(
+    llama = subcommands.add_parser(
         "llama2c", help="convert a llama2.c checkpoint and its vocabulary to a Llama directory"
     )
     llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         "--output", required=True, type=Path, help="directory to write; must not exist or be empty"
     )
     llama.set_defaults(run=_convert_llama2c)
-    merge = kinds.add_parser(
+    merge = subcommands.add_parser(
         "merge", help="add an adapter in PEFT's layout to the weights of its base model"
     )
     merge.add_argument(
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         help="dtype to write (default: that of the base model)",
     )
     merge.set_defaults(run=_merge)
-    stages = kinds.add_parser(
+    stages = subcommands.add_parser(
         "partition", help="write a model with one weight file per pipeline stage"
     )
     stages.add_argument("--model_dir", required=True, help="model directory, run or hub name")
@@ -83,11 +84,11 @@ def main(argv: Sequence[str]) -> int:
         help="directory to write; must not exist or be empty",
     )
     stages.set_defaults(run=_partition)
-    _add_gguf(kinds)
+    _add_gguf(subcommands)
     for name in dialects.CONVERSIONS:
         dialect = dialects.load(name) if argv[:1] == [name] else dialects.find(name)
         if dialect is not None:
-            dialect.add_command(kinds)
+            dialect.add_command(subcommands)
     # Refuse a full output directory before any model is read.
     arguments = parser.parse_args(argv)
     if arguments.complete is not None:
@@ -99,9 +100,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_gguf(kinds: Any) -> None:
-    """Add the parser of `weft convert gguf` to the subcommands `kinds`."""
-    export = kinds.add_parser("gguf", help="export a language model to llama.cpp's format")
+def _add_gguf(subcommands: Any) -> None:
+    """Add the command `gguf` to the subcommands of `weft convert`."""
+    export = subcommands.add_parser("gguf", help="export a language model to llama.cpp's format")
     export.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     export.add_argument(
         "--output", required=True, type=Path, help="file to write, such as model.gguf"
@@ -125,6 +126,7 @@ def _add_gguf(kinds: Any) -> None:
 
 
 def _check_empty(output: Path) -> None:
+    """Create the parent of `output`; raise `ConfigError` if `output` is a file or has content."""
     make_folder(output.parent, f"--output {output}", ConfigError)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
@@ -150,29 +152,28 @@ def _convert_llama2c(arguments: argparse.Namespace) -> None:
 def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
     """Read a vocabulary file of llama2.c with `size` pieces.
 
-    The file contains the length of the longest piece, then the score, length and bytes of each
+    The file has the length of the longest piece (4 bytes), then the score, length and bytes of each
     piece. Raises `CheckpointError` if the file has another format or number of pieces.
     """
     raw = path.read_bytes()
     pieces = list[tuple[str, float, int]]()
-    at = 4
+    position = 4
     try:
         for index in range(size):
-            score, length = struct.unpack_from("<fi", raw, at)
-            text = raw[at + 8 : at + 8 + length].decode()
-            at += 8 + length
-            if (
-                index in SPECIAL_PIECES
-            ):  # llama2.c writes line breaks around the names of BOS and EOS
+            score, length = struct.unpack_from("<fi", raw, position)
+            text = raw[position + 8 : position + 8 + length].decode()
+            position += 8 + length
+            if index in SPECIAL_PIECES:
+                # llama2.c writes line breaks around the names of BOS and EOS
                 pieces.append((text.strip("\n"), score, SPECIAL_PIECES[index]))
             else:
                 kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL_PIECE
                 pieces.append((text.replace(" ", spm.SPACE), score, kind))
-    except (struct.error, UnicodeDecodeError) as broken:
+    except (struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} is not a llama2.c vocabulary of {size} pieces: {broken}"
+            f"{path} is not a llama2.c vocabulary of {size} pieces: {error}"
         ) from None
-    if at != len(raw):
+    if position != len(raw):
         raise CheckpointError(
             f"{path} contains more than the {size} pieces of the checkpoint; it belongs to another "
             f"model"
@@ -191,7 +192,7 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
 
 
 def _save_tokenizer(vocabulary: spm.SentencePieceModel, length: int, output: Path) -> None:
-    """Save a fast tokenizer that adds BOS at the start of each sequence.
+    """Save a fast tokenizer that adds BOS at the start of each sequence to the directory `output`.
 
     `length` is the maximum number of tokens. The token for unknown text is also used for padding,
     because it never occurs in encoded text.
@@ -263,18 +264,18 @@ def _merge(arguments: argparse.Namespace) -> None:
     settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
     base = hf_io.resolve(find_model(arguments.base, ModelQuery("--base")).path)
-    stored = hf_io.ParameterReader(base, head).dtype
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
+    stored_dtype = hf_io.ParameterReader(base, head).dtype
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored_dtype
     network = peft_io.load_adapted(
-        base, adapter, head, torch.promote_types(stored, dtype), exact=True
+        base, adapter, head, torch.promote_types(stored_dtype, dtype), exact=True
     )
     # Merge, unless the adapter has no effect.
-    held = find_canonical_values(network)
-    if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
+    parameters = find_canonical_values(network)
+    if not any(bool(value.any()) for name, value in parameters.items() if name.endswith(lora.B)):
         raise CheckpointError(
             f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
         )
-    merged = lora.merge(held, lora.collect_scales(network))
+    merged = lora.merge(parameters, lora.collect_scales(network))
     config = network.config
     # Write the tokenizer, the generation settings and the weights.
     source = _find_tokenizer(adapter, base)
@@ -290,15 +291,12 @@ def _merge(arguments: argparse.Namespace) -> None:
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
 
 
-def _find_adapter(given: Path) -> Path:
-    """Return the adapter's directory.
-
-    This is `given` itself, or the adapter in the newest checkpoint if `given` is a run.
-    """
-    place = Path(find_model(str(given), ModelQuery("--adapter")).path)
-    if (place / "adapter" / ADAPTER).is_file():
-        return place / "adapter"
-    return place
+def _find_adapter(path: Path) -> Path:
+    """Return the directory of the adapter: `path`, or the one in the newest checkpoint of a run."""
+    model = Path(find_model(str(path), ModelQuery("--adapter")).path)
+    if (model / "adapter" / ADAPTER).is_file():
+        return model / "adapter"
+    return model
 
 
 def _find_tokenizer(adapter: Path, base: Path) -> Path | None:

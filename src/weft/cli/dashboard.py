@@ -30,7 +30,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-QUIET_SECONDS = 15.0  # idle connections are closed after this time
+IDLE_SECONDS = 15.0  # idle connections are closed after this time
 EPILOG = """The address contains a token: whoever has it can read the runs.
 Only this machine can connect.
 For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
@@ -65,30 +65,30 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for a missing folder or a port that is in use.
     """
-    given = build_parser().parse_args(list(argv))
-    folder = given.folder.expanduser()
+    arguments = build_parser().parse_args(list(argv))
+    folder = arguments.folder.expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; give the folder with the runs, such as ./runs"
         )
-    if not folder.exists() and given.folder != Path("runs"):
+    if not folder.exists() and arguments.folder != Path("runs"):
         raise ConfigError(
             f"{folder}: there is no such folder; give the folder with the runs, such as ./runs"
         )
     from weft.launch.stop import is_alive
 
     token = secrets.token_urlsafe(16)
-    server = open_server(Dashboard(folder, is_alive), token, given.port)
+    server = open_server(Dashboard(folder, is_alive), token, arguments.port)
     address = f"http://{HOST}:{server.server_address[1]}/{token}/"
-    ended = threading.Event()
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, lambda *_: ended.set())
+    stop_requested = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: stop_requested.set())
     thread = threading.Thread(target=server.serve_forever, name="weft-dashboard", daemon=True)
     thread.start()
     print(f"folder: {folder}  {address}\nCtrl-C ends it", flush=True)
-    if given.open and not webbrowser.open(address):
+    if arguments.open and not webbrowser.open(address):
         print("no browser was found; open the address yourself", flush=True)
-    ended.wait()
+    stop_requested.wait()
     server.shutdown()
     server.server_close()
     print("ended", flush=True)
@@ -96,10 +96,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
-    """Return a loopback server that answers requests whose path begins with `token`.
+    """Return a server on the loopback address for requests whose path begins with `token`.
 
-    Without `port`, the default port is used, or a free port if the default is in use. Raises
-    `ConfigError` if `port` is in use.
+    If `port` is None, the default port is used, or a free port if the default is in use. Raises
+    `ConfigError` if `port` is invalid or in use.
     """
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port={port}: must be from 0 to 65535")
@@ -108,7 +108,7 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
         protocol_version = "HTTP/1.1"
         server_version = "weft"
         sys_version = ""
-        timeout = QUIET_SECONDS
+        timeout = IDLE_SECONDS
 
         def do_GET(self) -> None:
             self._send_answer(
@@ -126,9 +126,12 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
 
         def _send_answer(self, answer: DashboardAnswer) -> None:
             body = answer.body.encode("utf-8", errors="replace")
-            kind = "text/html" if answer.status == 200 else "text/plain"
+            content_type = "text/html" if answer.status == 200 else "text/plain"
             self.send_response(answer.status)
-            for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            for name, value in {
+                **HEADERS,
+                "Content-Type": f"{content_type}; charset=utf-8",
+            }.items():
                 self.send_header(name, value)
             if answer.tag:
                 self.send_header("ETag", answer.tag)
@@ -138,9 +141,9 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
             if answer.status != 304:
                 self.wfile.write(body)
 
-    for tried in (PORT, 0) if port is None else (port,):
+    for candidate in (PORT, 0) if port is None else (port,):
         try:
-            return ThreadingHTTPServer((HOST, tried), DashboardRequestHandler)
+            return ThreadingHTTPServer((HOST, candidate), DashboardRequestHandler)
         except OSError as error:
             if port is not None:
                 raise ConfigError(
@@ -150,22 +153,22 @@ def open_server(dashboard: Dashboard, token: str, port: int | None = None) -> Th
 
 
 def answer_request(
-    dashboard: Dashboard, token: str, target: str, host: str, known: str = ""
+    dashboard: Dashboard, token: str, target: str, host: str, cached_tag: str = ""
 ) -> DashboardAnswer:
     """Return the answer to a request for the URL path `target`.
 
-    `host` is the request's Host header, and `known` is the ETag of the page that the client has
-    cached. If the path does not begin with the token, or if the host is not this machine, the
-    answer has status 403 and contains no information about runs.
+    `host` is the request's Host header, and `cached_tag` is the ETag of the page in the client's
+    cache. If the path does not begin with the token, or if the host is not this machine, the answer
+    has status 403 and no information about runs.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
         return DashboardAnswer(403, "Only this machine can open this address.")
-    split = urlsplit(target)
-    given, _, page = unquote(split.path).removeprefix("/").partition("/")
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    url = urlsplit(target)
+    given_token, _, page = unquote(url.path).removeprefix("/").partition("/")
+    if not hmac.compare_digest(given_token.encode(), token.encode()):
         return DashboardAnswer(
             403, "The address lacks its token; use the address that weft dashboard printed."
         )
     if "/" in page:
         return NOT_FOUND
-    return dashboard.answer(page, parse_qs(split.query), known)
+    return dashboard.answer(page, parse_qs(url.query), cached_tag)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 # mode -> dataset type of a named dataset's rows
 MODE_TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}
-# chat format for counting lengths if the tokenizer has no template
-DEFAULT_TEMPLATE = "chatml"
-TEMPLATE_TOKENS = "template"
+DEFAULT_TEMPLATE = "chatml"  # chat template for counting lengths if the tokenizer has none
+TEMPLATE_TOKENS = "template"  # value of `add_tokens` that adds the tokens of the template
 DEFAULT_END_TOKEN = "<|im_end|>"
 MAX_SHOWN_EXAMPLES = 5  # locations listed per finding of a scan
 EPILOG = """options of a run can be given, written as for a run:
@@ -83,7 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}"
     )
-    parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
+    subcommands: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
             print_rows,
@@ -108,7 +107,7 @@ def _build_parser() -> argparse.ArgumentParser:
             "overlong rows",
         ),
     )
-    for name, run, help in parts:
+    for name, run, help in subcommands:
         command = commands.add_parser(name, help=help, description=help, epilog=epilog)
         command.set_defaults(run=run)
         _add_common_options(command)
@@ -118,7 +117,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "augment", help="write rankings that end with bad replies, for example of a weak model"
     )
-    inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
+    inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in subcommands)
     counting.add_argument(
         "--output", type=Path, metavar="FILE.csv", help="also write the table as CSV"
     )
@@ -150,7 +149,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_common_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of all commands: which data they read, with which tokenizer, and colours."""
+    """Add the options of all commands, which select the data, the tokenizer and colours."""
     command.add_argument(
         "words",
         nargs="*",
@@ -177,10 +176,11 @@ def _add_common_options(command: argparse.ArgumentParser) -> None:
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """Return the dataset type that the user set, or a guess from the first row if none is set.
+    """Return the dataset type that the user has set, or else a guess from the first row.
 
-    For named datasets and message trees, the type depends on the training mode `mode` (sft, rm or
-    rl). Raises `ConfigError` if no type matches the first row.
+    `paths` are the data paths of the command line. For named datasets and message trees, the type
+    depends on the training mode `mode` (sft, rm or rl). Raises `ConfigError` if the first row fits
+    no type.
     """
     from weft.data.rows import SINGLE_MESSAGE_HINT, guess_type, is_tree, is_tree_message
     from weft.data.sources import UnreadableRow, find_files, read_rows
@@ -189,28 +189,28 @@ def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> 
         return spec.type
     if any(source.named is not None for source in list_source_specs(spec)):
         return MODE_TYPES[mode]
-    first = next(iter(paths), None) or spec.train_path or spec.path
-    if first is None:
+    path = next(iter(paths), None) or spec.train_path or spec.path
+    if path is None:
         sources = spec.sources or [{}]
         if all(isinstance(source, Mapping) and source.get("type") for source in sources):
             return str(sources[0]["type"])
         raise ConfigError("the dataset type is unknown: set --type")
-    place, row = next(read_rows(find_files(first)[0]))
+    location, row = next(read_rows(find_files(path)[0]))
     if not isinstance(row, UnreadableRow) and is_tree(row):
         return MODE_TYPES[mode]
     if not isinstance(row, UnreadableRow) and is_tree_message(row):
         raise ConfigError(
-            f"{place}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect --datasets oasst_export "
-            f"data_path=FILE"
+            f"{location}: this row is {SINGLE_MESSAGE_HINT}, and so does weft data inspect "
+            "--datasets oasst_export data_path=FILE"
         )
     type_name = None if isinstance(row, UnreadableRow) else guess_type(row)
     if type_name is None:
         if isinstance(row, UnreadableRow):
-            has = "it is not a JSON object"
+            reason = "it is not a JSON object"
         else:
-            has = f"it has {', '.join(row) or 'no keys'}"
+            reason = f"it has {', '.join(row) or 'no keys'}"
         raise ConfigError(
-            f"{place}: this row fits no dataset type ({has}); set --type to one of "
+            f"{location}: this row fits no dataset type ({reason}); set --type to one of "
             f"{', '.join(datasets.list_names())}"
         )
     return type_name
@@ -227,13 +227,12 @@ def _load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
-    """Return the tokenizer's options with `path` resolved to existing files.
+    """Return the tokenizer options, with the name of a run or model replaced by its directory.
 
-    If `path` is the name of a run or of a model, it is replaced by the directory of its checkpoint.
-    Raises `CheckpointError` if no tokenizer is found.
+    Raises `CheckpointError` if there is no such model.
     """
-    place = Path(str(spec.path)).expanduser()
-    if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
+    path = Path(str(spec.path)).expanduser()
+    if path.is_file() or any((path / name).is_file() for name in TOKENIZERS):
         return spec
     return replace(spec, path=find_model(str(spec.path), ModelQuery("--tokenizer")).path)
 
@@ -251,7 +250,7 @@ def _build_console(arguments: argparse.Namespace) -> Console:
 
 
 def _build_spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
-    """Return the dataset options with the command line's paths as the only sources."""
+    """Return the dataset options, with `paths` as the only sources if there are any."""
     if not paths:
         return config.dataset
     if len(paths) == 1:
@@ -273,29 +272,28 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
     spec = _build_spec(config, paths)
     notes = []
-    kind = _choose_type(spec, paths, arguments.mode)
-    # Rows can be looked at before a tokenizer is chosen.
+    dataset_type = _choose_type(spec, paths, arguments.mode)
+    # Without a tokenizer, show bytes.
     if config.tokenizer.path is None:
         tokenizer = load_byte_tokenizer(config.tokenizer)
-        form = config.tokenizer.chat_template or DEFAULT_TEMPLATE
+        template = config.tokenizer.chat_template or DEFAULT_TEMPLATE
         notes.append(
-            f"no tokenizer was named, so every byte is a token and messages are written in the "
-            f"form {form}; --tokenizer MODEL "
-            "shows the rows as a run of that model reads them"
+            "no tokenizer was named, so every byte is a token and messages are written in the "
+            f"form {template}; --tokenizer MODEL shows the rows as a run of that model reads them"
         )
     else:
         tokenizer = _load_tokenizer(config)
-    # Skipped rows are read too, so that a row has the same number in every call.
-    wanted = arguments.skip + arguments.n
+    # Read the skipped rows, too, so that each row has the same number in every call.
+    num_rows = arguments.skip + arguments.n
     data = load_data(
         spec,
-        kind,
+        dataset_type,
         tokenizer,
         seed=config.seed,
-        max_samples=None if _needs_all_rows(spec) else max(wanted, 1),
+        max_samples=None if _needs_all_rows(spec) else max(num_rows, 1),
     )
     console = _build_console(arguments)
-    for number in range(wanted):
+    for number in range(num_rows):
         batch = data.train.next_batch()
         if number >= arguments.skip:
             for sample in batch.unpack():
@@ -307,14 +305,16 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
 
 def _needs_all_rows(spec: DatasetSpec) -> bool:
-    """Return whether the first training rows can be determined only by reading all rows.
+    """Return whether all rows must be read to find the first training rows.
 
-    This is the case if rows are held out for validation, sampled, mixed between sources, or sorted
+    This is necessary if rows are held out for validation, sampled, mixed between sources, or sorted
     by length.
     """
     sources = list_source_specs(spec)
-    mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
-    return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
+    needs_all = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
+    return needs_all or any(
+        source.valid_split or source.fraction or source.size or source.weight for source in sources
+    )
 
 
 # -- counts
@@ -323,20 +323,19 @@ def _needs_all_rows(spec: DatasetSpec) -> bool:
 def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
     """Print a table of the number of rows in each source.
 
-    With a tokenizer, the rows are loaded as for a run, so that the numbers of truncated and omitted
-    rows are also known. Returns the exit code, or None for success.
+    With a tokenizer, the rows are loaded as for a run, and the numbers of truncated and omitted
+    rows are also printed. Returns the exit code, or None for success.
     """
     from weft.cli import named_data
     from weft.data.loader import load_data, resolve_sources
 
+    spec = _build_spec(config, paths)
     if config.tokenizer.path is None:
-        spec = _build_spec(config, paths)
         request = named_data.CountRequest(
             resolve_sources(spec), arguments.mode, spec, arguments.yes
         )
         return named_data.run(request, output=arguments.output, detect=arguments.detect_language)
     console = _build_console(arguments)
-    spec = _build_spec(config, paths)
     data = load_data(
         spec, _choose_type(spec, paths, arguments.mode), _load_tokenizer(config), seed=config.seed
     )
@@ -350,10 +349,10 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 
 
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print a table of the longest and 99th-percentile rows of each source, and of long rows.
+    """Print a table of the row lengths of each source, in tokens and without truncation.
 
-    Rows are long if they have more tokens than `--limit`. Lengths are in tokens and are measured
-    without truncation.
+    The columns are the longest row, the 99th percentile, and the number of rows with more tokens
+    than `--limit`.
     """
     from weft.cli.named_data import format_length_table
 
@@ -364,7 +363,7 @@ def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Name
         max_prompt_len=None,
         overlong="truncate",
     )
-    kind = _choose_type(spec, paths, arguments.mode)
+    dataset_type = _choose_type(spec, paths, arguments.mode)
     notes = []
     tokenizer = _load_tokenizer(config)
     if tokenizer.eos_id is None:
@@ -377,38 +376,36 @@ def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Name
             f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, "
             f"{DEFAULT_END_TOKEN}"
         )
-    data, _, more = _load_with_template(config, spec, kind, tokenizer)
+    data, _, template_notes = _load_with_template(config, spec, dataset_type, tokenizer)
     print("\n".join(format_length_table(data, arguments.limit)))
-    for note in [*notes, *more]:
+    for note in [*notes, *template_notes]:
         print(f"note: {note}", file=sys.stderr)
 
 
 def _load_with_template(
-    config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
+    config: DataConfig, spec: DatasetSpec, dataset_type: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
-    """Load the data, using a default chat format if the tokenizer has no chat template.
+    """Load the data, with a default chat template if the tokenizer has none and needs one.
 
-    `kind` is the dataset type. Returns the data, the tokenizer that was used, and notes on the
-    default format.
+    Returns the data, the tokenizer that was used, and notes about the default template.
     """
     from weft.data.loader import load_data
 
     try:
-        return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, []
+        return load_data(spec, dataset_type, tokenizer, seed=config.seed), tokenizer, []
     except NoTemplate:
-        end = {} if tokenizer.eos_id is not None else {"eos_token": DEFAULT_END_TOKEN}
+        end_options = {} if tokenizer.eos_id is not None else {"eos_token": DEFAULT_END_TOKEN}
         tokenizer = _load_changed_tokenizer(
             config,
             add_tokens=[*config.tokenizer.add_tokens, TEMPLATE_TOKENS],
             chat_template=DEFAULT_TEMPLATE,
-            **end,
+            **end_options,
         )
     note = (
-        f"the tokenizer has no chat template; messages are read in the form {DEFAULT_TEMPLATE} (for another "
-        f"write, say, "
-        "tokenizer.chat_template=oasst tokenizer.add_tokens=[template])"
+        f"the tokenizer has no chat template; messages are read in the form {DEFAULT_TEMPLATE} "
+        "(for another write, say, tokenizer.chat_template=oasst tokenizer.add_tokens=[template])"
     )
-    return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, [note]
+    return load_data(spec, dataset_type, tokenizer, seed=config.seed), tokenizer, [note]
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
@@ -423,53 +420,55 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print the number of rows in each file, and the suspicious rows.
 
-    A row is suspicious if one of its answers is empty or has an unwanted phrase, such as "as an AI
-    language model", if the row repeats another row, or if the row cannot be read. `--phrases` names
-    a file of other phrases. With a tokenizer, invalid and overlong rows are also counted.
+    A row is suspicious if it cannot be read, if it repeats another row, or if one of its answers is
+    empty or has an unwanted phrase, such as "as an AI language model". `--phrases` names a file of
+    other phrases. With a tokenizer, invalid and overlong rows are also counted.
     """
     from weft.data.scan import PHRASES
-    from weft.data.scan import scan as look
+    from weft.data.scan import scan as scan_rows
     from weft.data.sources import find_files, read_rows
 
-    # Path -> title of every file to scan: named datasets, and the paths of the options.
+    # Collect the files of the configuration: path -> title.
     phrases = _read_phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec = config.dataset
     console = _build_console(arguments)
-    named = {}
+    titles = {}
     for source in list_source_specs(spec):
         if source.named is None:
-            named[source.path] = source.path
+            titles[source.path] = source.path
     if any(source.named for source in list_source_specs(spec)):
         from weft.cli.named_data import list_named_files
 
-        named |= list_named_files(spec, arguments.mode)
+        titles |= list_named_files(spec, arguments.mode)
     for path in (spec.train_path or spec.path, spec.valid_path):
         if path:
-            named[path] = path
-    # Scan the paths given on the command line; without any, scan those of the configuration.
-    for path, title in ({path: path for path in paths} or named).items():
-        read = []
+            titles[path] = path
+    # Scan the paths of the command line or, if there are none, the files of the configuration.
+    for path, title in ({path: path for path in paths} or titles).items():
+        located_rows = []
         for file in find_files(path):
-            for each in read_rows(file):
-                read.append(each)
-        rows = [(str(place), row) for place, row in read]
-        findings = look(rows, phrases)
-        where = "" if title == path else f" of {path}"
-        console.print(f"{title}: {findings.rows:,} rows{where}", style="bold", markup=False)
-        hits = sorted(findings.phrases.items(), key=lambda item: -len(item[1]))
-        _print_finding(console, "phrases", sum(len(places) for _, places in hits), [])
-        for phrase, places in hits:
+            for located_row in read_rows(file):
+                located_rows.append(located_row)
+        rows = [(str(location), row) for location, row in located_rows]
+        findings = scan_rows(rows, phrases)
+        suffix = "" if title == path else f" of {path}"
+        console.print(f"{title}: {findings.rows:,} rows{suffix}", style="bold", markup=False)
+        phrases_found = sorted(findings.phrases.items(), key=lambda item: -len(item[1]))
+        _print_finding(
+            console, "phrases", sum(len(locations) for _, locations in phrases_found), []
+        )
+        for phrase, locations in phrases_found:
             _print_finding(
                 console,
                 f"  {phrase!r}",
-                len(places),
-                [f"{place}: {context}" for place, context in places],
+                len(locations),
+                [f"{location}: {context}" for location, context in locations],
             )
         _print_finding(
             console,
             "repeated rows",
-            sum(len(p) - 1 for p in findings.duplicates),
-            [" = ".join(p[:4]) for p in findings.duplicates],
+            sum(len(locations_of_row) - 1 for locations_of_row in findings.duplicates),
+            [" = ".join(locations_of_row[:4]) for locations_of_row in findings.duplicates],
         )
         _print_finding(console, "rows with an empty answer", len(findings.empty), findings.empty)
         _print_finding(console, "unreadable rows", len(findings.unreadable), findings.unreadable)
@@ -478,6 +477,10 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
 
 def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any]) -> None:
+    """Tokenize the rows of the file `path`, and print the numbers of overlong and invalid rows.
+
+    `rows` are pairs (location, row).
+    """
     from weft.data.datasets.base import TokenizedDataset, split_options
     from weft.data.tokenizing import EncodingJob, encode_rows
 
@@ -498,17 +501,18 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     tokenizer = _load_tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(EncodingJob(form, lengths, tokenizer), rows)
-    sizes = []
+    limit_texts = []
     for name in ("max_seqlen", "max_prompt_len"):
         if limits[name] is not None:
-            sizes.append(f"dataset.{name}={limits[name]}")
-    where = ", ".join(sizes) or "no dataset.max_seqlen is set"
-    _print_finding(console, f"samples that are too long ({where})", report.too_long, [])
-    bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
-    _print_finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
+            limit_texts.append(f"dataset.{name}={limits[name]}")
+    limits_text = ", ".join(limit_texts) or "no dataset.max_seqlen is set"
+    _print_finding(console, f"samples that are too long ({limits_text})", report.too_long, [])
+    bad_rows = [f"{rows[index][0]}: {problem}" for index, problem, _ in problems]
+    _print_finding(console, f"rows that cannot be used as {type_name}", len(bad_rows), bad_rows)
 
 
 def _read_phrases(file: Path) -> list[str]:
+    """Return the phrases in a file with one phrase per line, in lower case."""
     if not file.is_file():
         raise DataError(f"--phrases={file}: there is no such file")
     phrases = []
@@ -520,8 +524,9 @@ def _read_phrases(file: Path) -> list[str]:
     return phrases
 
 
-def _print_finding(console: Console, what: str, count: int, examples: Sequence[str]) -> None:
-    console.print(f"{count:>8,}  {what}", style=None if count else "dim", markup=False)
+def _print_finding(console: Console, label: str, count: int, examples: Sequence[str]) -> None:
+    """Print a line with `count` and `label`, and up to `MAX_SHOWN_EXAMPLES` of the examples."""
+    console.print(f"{count:>8,}  {label}", style=None if count else "dim", markup=False)
     for example in examples[:MAX_SHOWN_EXAMPLES]:
         console.print(f"            {example}", style="yellow", markup=False)
     if len(examples) > MAX_SHOWN_EXAMPLES:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.cli import overrides
+from weft.cli.parsing import split_names
 from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.errors import ConfigError
 from weft.options import option, read, validate
@@ -73,21 +74,21 @@ def add_stack_options(command: argparse.ArgumentParser) -> None:
 
 
 def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """Return the data options and the data paths that a command line gives.
+    """Return the data options and the data paths of a command line.
 
     Raises `ConfigError` for unknown options, or if no data are named.
     """
     words = [*arguments.words, *take_assignments(arguments, "datasets", "configs")]
-    assigned = []
+    assignments = []
     for word in words:
         if ASSIGNMENT.match(word) and not word.startswith(COPY_PREFIX):
-            assigned.append(word)
+            assignments.append(word)
     copies = []
     for word in words:
         if word.startswith(COPY_PREFIX):
             copies.append(word.removeprefix(COPY_PREFIX))
     paths = [word for word in words if not ASSIGNMENT.match(word)]
-    config = _read_config(arguments, assigned)
+    config = _read_config(arguments, assignments)
     if arguments.tokenizer is not None:
         config.tokenizer.path = arguments.tokenizer
     if arguments.type is not None:
@@ -96,7 +97,7 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
         config.dataset = replace(
             config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None
         )
-    _set_named_datasets(config, arguments, assigned, copies[-1] if copies else None)
+    _set_named_datasets(config, arguments, assignments, copies[-1] if copies else None)
     config.dataset = replace(
         config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False
     )
@@ -113,81 +114,79 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
 def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
     """Remove assignments such as `key=value` from the values of list options, and return them.
 
-    `options` are the names of the list options in `arguments`. If an assignment follows a list
-    option, such as `--datasets`, argparse adds it to the option's values.
+    `options` are the names of the list options in `arguments`. argparse adds assignments that
+    follow a list option, such as `--datasets`, to the values of the option.
     """
     words = list[str]()
     for name in options:
-        given = getattr(arguments, name) or []
-        for word in given:
+        words_of_option = getattr(arguments, name) or []
+        for word in words_of_option:
             if ASSIGNMENT.match(word):
                 words.append(word)
-        setattr(arguments, name, [word for word in given if not ASSIGNMENT.match(word)])
+        setattr(arguments, name, [word for word in words_of_option if not ASSIGNMENT.match(word)])
     return words
 
 
-def _read_config(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
+def _read_config(arguments: argparse.Namespace, assignments: list[str]) -> DataConfig:
     """Return the options in `--config` and `--configs`, overridden by the assignments."""
     config = DataConfig()
     if arguments.config is not None:
         config = read(config, _extract_data_options(overrides.read_file(str(arguments.config))))
-    given = overrides.parse(assigned)
+    overrides_given = overrides.parse(assignments)
     if arguments.datasets or arguments.configs:
         from weft.cli.stacked_data import build_stacked_options, group_by_dataset
 
-        _, given = group_by_dataset(
-            given
-        )  # parameters of datasets override those in the sections' lists
+        # Parameters of datasets are applied later, to the datasets that the sections list.
+        _, overrides_given = group_by_dataset(overrides_given)
     if arguments.configs:
-        own = [each for each in given if each.name.startswith("tokenizer.")]
-        names = []
-        for word in arguments.configs:
-            for name in word.split(","):
-                if name:
-                    names.append(name)
-        of_stack = [each for each in given if each not in own]
+        tokenizer_overrides = [
+            each for each in overrides_given if each.name.startswith("tokenizer.")
+        ]
+        names = split_names(arguments.configs)
+        stack_overrides = [each for each in overrides_given if each not in tokenizer_overrides]
         values, arguments.mode = build_stacked_options(
-            names, arguments.folders, arguments.mode, of_stack
+            names, arguments.folders, arguments.mode, stack_overrides
         )
         config = read(config, _extract_data_options(values))
         if arguments.command == "counts":
             config.tokenizer.path = None  # only rows are counted, unless a tokenizer is named
-        given = own
+        overrides_given = tokenizer_overrides
     arguments.mode = arguments.mode or MODES[0]
     values = {}
-    for assignment in given:
+    for assignment in overrides_given:
         overrides.merge(values, assignment)
     return read(config, values)
 
 
 def _set_named_datasets(
-    config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
+    config: DataConfig, arguments: argparse.Namespace, assignments: list[str], copy: str | None
 ) -> None:
     """Set the data sources in `config` to the datasets named on the command line.
 
-    `copy` is the path of a local copy of the datasets. Datasets that are not on this machine are
-    left out, unless the user allows their download. Raises `ConfigError` if no dataset remains.
+    `assignments` are the words `key=value`, and `copy` is the path of a local copy of the datasets
+    or None. Datasets that are not on this machine are left out, unless the user allows their
+    download. Raises `ConfigError` if no dataset remains.
     """
     if not (arguments.datasets or arguments.configs or copy):
         return
     from weft.cli import named_data
     from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
 
-    parameters, options = group_by_dataset(overrides.parse(assigned))
-    of_data = [each for each in options if each.name.startswith("dataset.")]
-    settings = NamedDataSettings(arguments.folders, copy, parameters, of_data)
-    wanted = named_data.resolve_sources(
+    parameters, options = group_by_dataset(overrides.parse(assignments))
+    data_options = [each for each in options if each.name.startswith("dataset.")]
+    settings = NamedDataSettings(arguments.folders, copy, parameters, data_options)
+    sources = named_data.resolve_sources(
         arguments.datasets, arguments.mode, config.dataset, settings
     )
     if arguments.command == "counts" and config.tokenizer.path is None:
-        allowed = wanted  # `weft data counts` asks before it downloads
+        permitted = sources  # `weft data counts` asks before it downloads
     else:
-        allowed = named_data.select_permitted(wanted, config.dataset, arguments.yes)
-    if not allowed:
+        permitted = named_data.select_permitted(sources, config.dataset, arguments.yes)
+    if not permitted:
         raise ConfigError("none of the named datasets is on this machine; --yes downloads them")
     config.dataset = replace(
         config.dataset,
-        sources=[named_data.to_source_entry(source) for source in allowed],
+        sources=[named_data.to_source_entry(source) for source in permitted],
         named=None,
     )
 
@@ -195,7 +194,7 @@ def _set_named_datasets(
 def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in a run's configuration that define its data.
 
-    If `tokenizer` is not set, the tokenizer of the run's model or actor is used.
+    If `values` have no option `tokenizer`, the tokenizer of the run's model or actor is used.
     """
     options = {}
     for name in ("dataset", "tokenizer", "seed"):
@@ -204,10 +203,10 @@ def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
     role: Mapping[str, Any] = next(
         (values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {}
     )
-    own = {}
+    tokenizer_options = {}
     for name, value in (role.get("tokenizer") or {}).items():
         if value is not None:
-            own[name] = value
+            tokenizer_options[name] = value
     if role and "tokenizer" not in options:
-        options["tokenizer"] = {"path": role.get("path"), **own}
+        options["tokenizer"] = {"path": role.get("path"), **tokenizer_options}
     return options

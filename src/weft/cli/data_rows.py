@@ -1,4 +1,4 @@
-"""Format rows of a batch for a terminal, token by token, with trained tokens coloured."""
+"""Format rows for a terminal, token by token, with coloured trained tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
     """Format the prompt and completions of a one-row batch for the terminal.
 
-    Tokens are separated by |. With `lines`, each token is on its own line.
+    Tokens are separated by |. With `lines`, each token is on a separate line.
     """
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")
@@ -28,17 +28,17 @@ def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Tex
         masks = sample.sequences("loss_mask")
     else:
         masks = None
-    for k, completion in enumerate(sample.sequences("completion")):
+    for index, completion in enumerate(sample.sequences("completion")):
         ids = completion.tolist()
         if masks is None:
             mask = [True] * len(ids)
         else:
-            mask = [bool(on) for on in masks[k].tolist()]
+            mask = [bool(is_trained) for is_trained in masks[index].tolist()]
         facts = []
         for key in ("rank", "comparison", "margin", "label"):
             if key in sample.keys:
-                facts.append(f"{key} {sample.sequences(key)[k].item():g}")
-        title = f"completion {k + 1}, {_format_token_count(ids)}, {sum(mask)} trained"
+                facts.append(f"{key} {sample.sequences(key)[index].item():g}")
+        title = f"completion {index + 1}, {_format_token_count(ids)}, {sum(mask)} trained"
         text.append(f"{', '.join([title, *facts])}\n", style="cyan")
         text.append(_format_tokens(tokenizer, prompt, ids, mask, lines))
     return text
@@ -50,7 +50,7 @@ def _format_token_count(ids: Sequence[int]) -> str:
 
 def _format_tokens(
     tokenizer: Tokenizer,
-    before: Sequence[int],
+    context: Sequence[int],
     ids: Sequence[int],
     mask: Sequence[bool],
     lines: bool,
@@ -58,39 +58,40 @@ def _format_tokens(
     """Return the text of `ids`, token by token, with the trained tokens highlighted.
 
     Tokens are separated by |, and trained tokens are enclosed in ⟦ and ⟧. With `lines`, each token
-    is on its own line. `before` are the tokens that precede `ids`, and `mask` marks the trained
+    is on a separate line. `context` are the tokens before `ids`, and `mask` is True for trained
     tokens.
     """
     text = Text()
-    previous = False
-    for index, (id, on, piece) in enumerate(
-        zip(ids, mask, _decode_tokens(tokenizer, before, ids), strict=True)
+    was_trained = False
+    for index, (id, is_trained, piece) in enumerate(
+        zip(ids, mask, _decode_tokens(tokenizer, context, ids), strict=True)
     ):
-        style = "bold green" if on else "dim"
+        style = "bold green" if is_trained else "dim"
         if lines:
             text.append(
-                f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style
+                f"{index:>6} {id:>8} {'trained' if is_trained else '       '} {piece!r}\n",
+                style=style,
             )
             continue
-        if on != previous:
-            text.append("\u27e6" if on else "\u27e7", style="green")
+        if is_trained != was_trained:
+            text.append("\u27e6" if is_trained else "\u27e7", style="green")
         elif index:
             text.append("|", style="dim")
         text.append(piece.replace("\n", "\u23ce\n"), style=style)
-        previous = on
-    if previous and not lines:
+        was_trained = is_trained
+    if was_trained and not lines:
         text.append("\u27e7", style="green")
     return text if lines else text.append("\n")
 
 
 def _decode_tokens(
-    tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
+    tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]
 ) -> Iterator[str]:
-    """Iterate over the text that each token of `ids` adds to the text before it.
+    """Yield the text that each token of `ids` adds to the text of the tokens before it.
 
-    A token that ends in the middle of a character is shown as its id.
+    For a token that ends in the middle of a character, the id is yielded instead.
     """
     stream = StreamDecoder(tokenizer, skip_special=False)
-    stream.feed(before)
+    stream.feed(context)
     for id in ids:
         yield stream.feed([id]) or f"<{id}>"

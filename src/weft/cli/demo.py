@@ -36,7 +36,7 @@ TEACHER_ACCURACY = 0.55  # share of the teacher's answers that are correct
 
 @dataclass(frozen=True)
 class AdditionProblem:
-    """Problem of adding a two-digit number, `left`, and a one-digit number, `right`."""
+    """Addition of a two-digit number, `left`, and a one-digit number, `right`."""
 
     left: int
     right: int
@@ -50,17 +50,19 @@ class AdditionProblem:
         return str(self.left + self.right)
 
 
-def draw_problems(seed: int, held_out: int) -> tuple[list[AdditionProblem], list[AdditionProblem]]:
-    """Split all 810 addition problems at random into training problems and held-out problems.
+def draw_problems(
+    seed: int, num_held_out: int
+) -> tuple[list[AdditionProblem], list[AdditionProblem]]:
+    """Split all 810 addition problems at random into (training problems, held-out problems).
 
-    `held_out` is the number of held-out problems.
+    `num_held_out` is the number of held-out problems.
     """
-    every = []
+    problems = []
     for left in range(10, 100):
         for right in range(1, 10):
-            every.append(AdditionProblem(left, right))
-    random.Random(seed).shuffle(every)
-    return every[held_out:], every[:held_out]
+            problems.append(AdditionProblem(left, right))
+    random.Random(seed).shuffle(problems)
+    return problems[num_held_out:], problems[:num_held_out]
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -69,45 +71,44 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def build_prompt_rows(chosen: Iterable[AdditionProblem], times: int = 1) -> list[dict[str, Any]]:
-    """Return `times` rows per problem, each with the prompt and the answer for the verifier."""
-    return [{"prompt": p.prompt, "answer": p.answer} for p in chosen for _ in range(times)]
+def build_prompt_rows(problems: Iterable[AdditionProblem], times: int = 1) -> list[dict[str, Any]]:
+    """Return `times` equal rows per problem, each with the prompt and the correct answer."""
+    return [
+        {"prompt": problem.prompt, "answer": problem.answer}
+        for problem in problems
+        for _ in range(times)
+    ]
 
 
 def build_lesson_rows(
-    chosen: Iterable[AdditionProblem], seed: int, times: int
+    problems: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
     """Return `times` rows per problem, each with a prompt and an answer that may be wrong.
 
-    The answers are those of an unreliable teacher: each is correct with probability
-    `TEACHER_ACCURACY`.
+    An unreliable teacher gives the answers: each is correct with probability `TEACHER_ACCURACY`.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     result: list[dict[str, Any]] = []
-    for p in chosen:
+    for problem in problems:
         for _ in range(times):
-            result.append(
-                {
-                    "prompt": p.prompt,
-                    "answer": p.answer
-                    if draw.random() < TEACHER_ACCURACY
-                    else change_digit(p.answer, draw),
-                }
-            )
+            answer = problem.answer
+            if generator.random() >= TEACHER_ACCURACY:
+                answer = change_digit(answer, generator)
+            result.append({"prompt": problem.prompt, "answer": answer})
     return result
 
 
-def change_digit(answer: str, draw: random.Random) -> str:
+def change_digit(answer: str, generator: random.Random) -> str:
     """Return the answer with one random digit replaced by another."""
-    at = draw.randrange(len(answer))
-    wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
-    return answer[:at] + wrong + answer[at + 1 :]
+    position = generator.randrange(len(answer))
+    other_digit = generator.choice([digit for digit in "0123456789" if digit != answer[position]])
+    return answer[:position] + other_digit + answer[position + 1 :]
 
 
 def write_model(directory: Path) -> Path:
     """Write the tokenizer and the configuration of a Llama with 1.3 million parameters.
 
-    The weights are initialized by the first run. Returns the directory.
+    The first run initializes the weights. Returns the directory.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -140,7 +141,7 @@ def write_model(directory: Path) -> Path:
 
 
 def compute_accuracy(generations: Path) -> float:
-    """Return the fraction of completions in a `generations.jsonl` file that are the correct sum."""
+    """Return the fraction of correct completions in a file `generations.jsonl`."""
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     return sum(is_correct(row["prompt"], row["completion"]) for row in rows) / len(rows)
 
@@ -157,33 +158,35 @@ def compute_sum(prompt: str) -> str:
 
 
 def build_preference_rows(
-    generations: Path, chosen: Iterable[AdditionProblem], seed: int, times: int
+    generations: Path, problems: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
     """Return preference pairs in which a correct sum is preferred to a wrong one.
 
-    There are two kinds of wrong sums: the model's own mistakes in `generations`, and sums made by
-    replacing a random digit of the correct one. `times` is the number of replacements for each
-    problem in `chosen`. Duplicates are dropped.
+    There are two kinds of wrong sums: the model's own mistakes in `generations`, and correct sums
+    with one random digit replaced. `times` is the number of replacements for each of `problems`.
+    Duplicates are dropped.
 
     The model's mistakes alone would be too few and too similar: a reward model would memorize them
     instead of learning to add, and PPO would find wrong answers that the reward model never saw.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
-    for p in chosen:
+    for problem in problems:
         for _ in range(times):
-            answers.append((p.prompt, change_digit(p.answer, draw)))
+            answers.append((problem.prompt, change_digit(problem.answer, generator)))
     mistakes = dict.fromkeys(
         (prompt, answer) for prompt, answer in answers if answer and not is_correct(prompt, answer)
     )
     result: list[dict[str, Any]] = []
-    for p, wrong in mistakes:
-        result.append({"prompt": p, "pos_answers": [compute_sum(p)], "neg_answers": [wrong]})
+    for problem, wrong in mistakes:
+        result.append(
+            {"prompt": problem, "pos_answers": [compute_sum(problem)], "neg_answers": [wrong]}
+        )
     return result
 
 
-BAR_WIDTH = 30  # columns
+BAR_WIDTH = 30  # columns of the progress bar
 
 
 class StageView:
@@ -193,8 +196,8 @@ class StageView:
     output is not a terminal, nothing is printed.
     """
 
-    def __init__(self, console: Console, doing: str) -> None:
-        self._doing = doing
+    def __init__(self, console: Console, activity: str) -> None:
+        self._doing = activity
         self._pace = RunPace()
         is_interactive = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(self, console=console, transient=True) if is_interactive else None
@@ -217,13 +220,13 @@ class StageView:
         return [self._pace.format_line()] if is_shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Do nothing, because sampled completions are shown in the run's report."""
+        """Do nothing; the run's report shows sampled completions."""
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
-        """Do nothing, because notes are written to the run's log."""
+        """Do nothing; the run's log has the notes."""
 
     def show_stop_request(self, line: str) -> None:
         self._doing = line
@@ -238,19 +241,19 @@ class StageView:
         grid = Table.grid(padding=(0, 1))
         for _ in range(3):
             grid.add_column(no_wrap=True, overflow="ellipsis")
-        parts = [self._doing]
+        texts = [self._doing]
         if pace.done:
-            parts = [pace.format_step()]
-            parts += (
+            texts = [pace.format_step()]
+            texts += (
                 [f"{find_title(pace.name)} {format_number(pace.values[-1])}"]
                 if pace.name is not None and pace.values
                 else []
             )
-        parts.append(format_duration(pace.elapsed))
+        texts.append(format_duration(pace.elapsed))
         bar = ProgressBar(
             pace.total or 1, pace.done if pace.total else 0, width=BAR_WIDTH, complete_style="cyan"
         )
-        grid.add_row("  ", bar, "  ".join(parts))
+        grid.add_row("  ", bar, "  ".join(texts))
         yield grid
 
 
@@ -261,7 +264,7 @@ FINAL_STEPS = 10  # number of final steps averaged for a stage's result
 
 @dataclass
 class Demo:
-    """One execution of the demo: a series of training and sampling runs.
+    """Execution of the demo: a series of training and sampling runs.
 
     The runs are in the folder `root/{name}`. `accuracy` maps each training stage, such as "sft", to
     the accuracy on held-out problems after that stage; "start" is the untrained model. `seconds`
@@ -283,40 +286,38 @@ class Demo:
     def material(self) -> Path:
         return self.folder / "material"
 
-    def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
+    def build_options(self, trial: str, **overrides: Any) -> dict[str, Any]:
         """Return the options for the run of one stage of the demo.
 
-        These are the options that all stages share, and `others`, which take precedence. `trial` is
-        the trial name of the run.
+        These are the options of all stages and `overrides`, which take precedence. `trial` is the
+        trial name of the run.
         """
-        own = {
+        options = {
             "experiment_name": self.name,
             "trial_name": trial,
             "fileroot": str(self.root),
             "seed": self.seed,
         }
-        return {**own, **others}
+        return {**options, **overrides}
 
-    def run_stage(self, config: Any, doing: str = "starting") -> Any:
+    def run_stage(self, config: Any, activity: str = "starting") -> Any:
         """Run one stage, and return its result.
 
-        Progress is shown in one line, which begins with the text `doing` until the first step is
+        Progress is shown in one line, which has the text `activity` until the first step is
         finished. The duration is stored in `seconds` under the trial name.
         """
         from weft.launch.run import run
 
-        begun = time.monotonic()
-        result = run(config, show=DisplayOptions(view=StageView(self.console, doing)))
-        self.seconds[config.trial_name] = time.monotonic() - begun
+        started = time.monotonic()
+        result = run(config, show=DisplayOptions(view=StageView(self.console, activity)))
+        self.seconds[config.trial_name] = time.monotonic() - started
         return result
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
         """Sample a completion of each prompt in `rows`; return the path of generations.jsonl."""
         config = GenConfig(**self.build_options(trial, progress=False))
-        config.model.path, config.model.init_from_scratch = (
-            str(model),
-            model == self.material / "model",
-        )
+        config.model.path = str(model)
+        config.model.init_from_scratch = model == self.material / "model"
         config.dataset.path = str(rows)
         config.dataset.train_bs_n_seqs = 400
         config.gen.max_new_tokens = 5
@@ -335,11 +336,11 @@ class Demo:
 
 def write_material(demo: Demo) -> None:
     """Write training data, held-out problems, a tokenizer and a model configuration."""
-    training, held_out = draw_problems(demo.seed, HELD_OUT)
+    training, held_out_problems = draw_problems(demo.seed, HELD_OUT)
     write_rows(demo.material / "sft.jsonl", build_lesson_rows(training, demo.seed, times=10))
     write_rows(demo.material / "prompts.jsonl", build_prompt_rows(training))
     write_rows(demo.material / "mistakes.jsonl", build_prompt_rows(training, times=3))
-    write_rows(demo.material / "held_out.jsonl", build_prompt_rows(held_out, times=4))
+    write_rows(demo.material / "held_out.jsonl", build_prompt_rows(held_out_problems, times=4))
     write_model(demo.material / "model")
 
 
@@ -363,8 +364,8 @@ def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     """Train a reward model that prefers correct sums to wrong ones.
 
     The wrong sums are the model's own mistakes, sampled at a high temperature, and sums with a
-    random digit changed. Returns the checkpoint, the fraction of correctly ordered pairs in the
-    first step, and the mean of this fraction over the last steps.
+    random digit changed. Returns (checkpoint, fraction of correctly ordered pairs in the first
+    step, mean of this fraction over the last steps).
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = draw_problems(demo.seed, HELD_OUT)
@@ -373,16 +374,16 @@ def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
-    # Centre the scores, so that the critic need not learn a separate level for each problem.
+    # Center the scores, so that the critic need not learn a separate level for each problem.
     config.rw.loss = RewardLoss(center=0.01)
     config.dataset.train_path = str(write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
     result = demo.run_stage(config)
-    shares = [line["train/accuracy"] for line in result.metrics]
+    accuracies = [line["train/accuracy"] for line in result.metrics]
     return (
         result.checkpoint("model"),
-        shares[0],
-        sum(shares[-FINAL_STEPS:]) / len(shares[-FINAL_STEPS:]),
+        accuracies[0],
+        sum(accuracies[-FINAL_STEPS:]) / len(accuracies[-FINAL_STEPS:]),
     )
 
 
@@ -431,59 +432,61 @@ def train_grpo(demo: Demo, model: Path) -> Path:
     return demo.run_stage(config).checkpoint("actor")
 
 
-def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
-    """Run all stages, and report the accuracy on held-out problems before and after each.
-
-    `say` prints a line.
-    """
+def run_stages(demo: Demo, print_line: Callable[[str], None]) -> None:
+    """Run all stages, and print the accuracy on held-out problems before and after each."""
     write_material(demo)
-    say("[bold]weft demo[/]: a small model learns to add, and surpasses its teacher.")
-    say("Accuracy is the share of correct answers to 200 sums that no stage trains on.")
-    say("")
-    say("[bold]1. SFT[/]  random weights learn sums such as 47+8 from an unreliable teacher")
+    print_line("[bold]weft demo[/]: a small model learns to add, and surpasses its teacher.")
+    print_line("Accuracy is the share of correct answers to 200 sums that no stage trains on.")
+    print_line("")
+    print_line("[bold]1. SFT[/]  random weights learn sums such as 47+8 from an unreliable teacher")
     demo.measure_accuracy("start", demo.material / "model")
     actor = train_sft(demo)
-    say(
+    print_line(
         _format_rise(demo, "start", actor, "sft")
         + f"; the teacher is right in {TEACHER_ACCURACY:.0%}"
     )
-    say("[bold]2. Reward model[/]  learns to prefer correct sums to the model's own mistakes")
-    reward, first, last = train_reward_model(demo, actor)
-    say(
-        f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in "
+    print_line(
+        "[bold]2. Reward model[/]  learns to prefer correct sums to the model's own mistakes"
+    )
+    reward, first_accuracy, last_accuracy = train_reward_model(demo, actor)
+    print_line(
+        f"   pairs in the right order {first_accuracy:.0%} -> [bold]{last_accuracy:.0%}[/] in "
         f"{format_duration(demo.seconds['reward'])}"
     )
-    say("[bold]3. PPO[/]  with that reward model")
+    print_line("[bold]3. PPO[/]  with that reward model")
     actor = train_ppo(demo, actor, reward)
-    say(_format_rise(demo, "sft", actor, "ppo"))
-    say("[bold]4. GRPO[/]  with a verifier: 1 for the correct number, 0 otherwise")
+    print_line(_format_rise(demo, "sft", actor, "ppo"))
+    print_line("[bold]4. GRPO[/]  with a verifier: 1 for the correct number, 0 otherwise")
     actor = train_grpo(demo, actor)
-    say(_format_rise(demo, "ppo", actor, "grpo"))
+    print_line(_format_rise(demo, "ppo", actor, "grpo"))
 
 
-def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
-    """Measure the accuracy of `model`, and return a line that compares it with an earlier accuracy.
+def _format_rise(demo: Demo, earlier_stage: str, model: Path, stage: str) -> str:
+    """Measure the accuracy of `model`, and return a line that compares it with an earlier one.
 
-    `stage` is the stage that trained `model`, and `before` is the stage to compare with.
+    `stage` is the stage that trained `model`, and `earlier_stage` is the stage of the earlier
+    accuracy.
     """
-    rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
-    return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"
-
-
-def print_conclusion(demo: Demo, say: Callable[[str], None]) -> None:
-    """Print the total time, the peak memory, and what to look at next."""
-    say("")
-    say(
-        f"Done in {format_duration(sum(demo.seconds.values()))}, with {measure_peak_memory_gb():.1f} GB of "
-        f"memory at most."
+    accuracies = (
+        f"{demo.accuracy[earlier_stage]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     )
-    say(f"  report  {demo.folder / 'grpo' / 'report.html'}")
-    say(f"  chat    weft chat {demo.folder / 'grpo'}    (then type 47+8)")
-    say(f"  logs    {demo.folder}/*/log.txt")
+    return f"   held-out accuracy {accuracies} in {format_duration(demo.seconds[stage])}"
+
+
+def print_conclusion(demo: Demo, print_line: Callable[[str], None]) -> None:
+    """Print the total time, the peak memory, and the commands and files to look at next."""
+    print_line("")
+    print_line(
+        f"Done in {format_duration(sum(demo.seconds.values()))}, with "
+        f"{measure_peak_memory_gb():.1f} GB of memory at most."
+    )
+    print_line(f"  report  {demo.folder / 'grpo' / 'report.html'}")
+    print_line(f"  chat    weft chat {demo.folder / 'grpo'}    (then type 47+8)")
+    print_line(f"  logs    {demo.folder}/*/log.txt")
 
 
 def find_free_name(root: Path) -> str:
-    """Return "demo", or the first unused "demo-N", so that no earlier demo is changed."""
+    """Return "demo" or, if earlier demos exist in `root`, the first unused "demo-N"."""
     names = [FOLDER_NAME, *(f"{FOLDER_NAME}-{i}" for i in range(2, 10_000))]
     return next(name for name in names if not (root / name).exists())
 
@@ -495,10 +498,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)"
     )
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
 
-    root = Path(given.fileroot)
-    demo = Demo(root, find_free_name(root), given.seed)
+    root = Path(arguments.fileroot)
+    demo = Demo(root, find_free_name(root), arguments.seed)
 
     def print_line(line: str) -> None:
         demo.console.print(line, soft_wrap=True)

@@ -1,8 +1,7 @@
-"""The dialects: languages of other programs that weft reads or writes.
+"""Table of the dialects: option names, file formats and commands of other programs.
 
-The modules of `weft.compat` implement them. This table is the only place where the rest of weft
-refers to that package, which is imported when a dialect is needed. An installation without
-`weft.compat` lacks these dialects, and nothing else.
+`weft.compat` implements the dialects. Only this module refers to that package, which is imported
+when a dialect is needed. An installation without `weft.compat` lacks only the dialects.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from weft.errors import ConfigError
 
 PACKAGE = "weft.compat"
-# dialect -> (its module, what it does)
+# dialect -> (module, description for messages)
 DIALECTS = {
     "spellings": ("weft.compat.spellings", "option names of other programs"),
     "open_assistant": ("weft.compat.open_assistant.sections", "Open-Assistant's config sections"),
@@ -25,7 +24,8 @@ DIALECTS = {
     "scripts": ("weft.compat.scripts", "the command lines of other programs' scripts"),
     "easylm": ("weft.compat.easylm.commands", "EasyLM's commands and files"),
 }
-# dialects that add a command of their name to `weft`, with a function `main(words, supervise=...)`
+# dialects that add a command of their name to `weft` -> help text. The modules of these dialects have
+# a function `main(words, supervise=...)`.
 COMMANDS = {"easylm": "EasyLM's scripts with their flags: llama_train..., convert_..."}
 # dialects that add a subcommand of their name to `weft convert`
 CONVERSIONS = ("triton",)
@@ -40,7 +40,7 @@ def find(name: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # a mistake within the package
+        if not f"{module}.".startswith(f"{error.name}."):  # another module is missing
             raise
         return None
 
@@ -48,18 +48,18 @@ def find(name: str) -> Any:
 def list_commands() -> dict[str, str]:
     """Return the commands of the installed dialects, with the help text of each.
 
-    The dialects are not imported, because `weft --help` asks for them.
+    The dialects are not imported, so that `weft --help` is fast.
     """
     installed = {}
-    for name, what in COMMANDS.items():
+    for name, help_text in COMMANDS.items():
         with suppress(ModuleNotFoundError):
             if find_spec(DIALECTS[name][0]) is not None:
-                installed[name] = what
+                installed[name] = help_text
     return installed
 
 
 def is_flag_available(flag: str) -> bool:
-    """Return whether a flag needs no dialect, or one that is installed."""
+    """Return whether a flag of `weft quickstart` can be used: its dialect, if any, is installed."""
     return flag not in FILE_FLAGS or find(FILE_FLAGS[flag]) is not None
 
 
@@ -72,7 +72,7 @@ def load(name: str) -> Any:
 
 
 def describe_absence(name: str) -> str:
-    """Return the message for a user who needs a dialect that is not installed."""
+    """Return an error message for a dialect that is not installed."""
     return (
         f"{DIALECTS[name][1]}: this installation of weft lacks the package {PACKAGE}, which reads "
         f"and writes what other programs use; install weft with it"

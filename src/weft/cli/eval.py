@@ -73,44 +73,49 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable input.
     """
-    words = list(argv)
+    command_words = list(argv)
     suite_words: list[str] = []
-    if words[:1] == ["submit"] and "--" in words:
-        suite_words = words[words.index("--") + 1 :]
-        words = words[: words.index("--")]
-    given = build_parser().parse_args(words)
-    given.words = suite_words
-    return int(given.run(given))
+    if command_words[:1] == ["submit"] and "--" in command_words:
+        suite_words = command_words[command_words.index("--") + 1 :]
+        command_words = command_words[: command_words.index("--")]
+    arguments = build_parser().parse_args(command_words)
+    arguments.words = suite_words
+    return int(arguments.run(arguments))
 
 
-def evaluate_reward_model(given: argparse.Namespace) -> int:
+def evaluate_reward_model(arguments: argparse.Namespace) -> int:
     """Evaluate a reward model on files and named datasets, print tables, and return 0.
 
     Raises `UserError` for unusable input.
     """
     from weft.evaluation.reward_model import evaluate, summarize_by_category
 
-    if given.out is not None:
-        resolve_destination(given.out)  # raises before the model is loaded
-    tried = _find_data(given)
-    opened = model_arguments.load_scorer(given.model, given, "MODEL")
+    if arguments.out is not None:
+        resolve_destination(arguments.out)  # raises before the model is loaded
+    datasets = _find_data(arguments)
+    opened = model_arguments.load_scorer(arguments.model, arguments, "MODEL")
     figures: dict[str, Any] = {}
-    for each in tried:
-        called = each.name if each.name != each.path else ""
-        rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
-        with model_arguments.show_progress(each.name) as bar:
-            groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
+    for data in datasets:
+        row_name = data.name if data.name != data.path else ""
+        options = {
+            "category": arguments.category,
+            "split": data.split,
+            "args": data.args,
+            "name": row_name,
+        }
+        with model_arguments.show_progress(data.name) as progress:
+            groups = evaluate(opened, data.path, data.kind, **options, progress=progress)
         summaries = summarize_by_category(groups)
-        everything = summarize_by_category([replace(group, category="") for group in groups])[""]
+        overall = summarize_by_category([replace(group, category="") for group in groups])[""]
         categories = {name: asdict(summary) for name, summary in summaries.items()}
-        figures[each.name] = {"type": each.kind, "all": asdict(everything)}
-        figures[each.name] |= {"categories": categories} if given.category else {}
-        _print_table(each.name, {**(summaries if given.category else {}), "all": everything})
-    if given.out is not None:
+        figures[data.name] = {"type": data.kind, "all": asdict(overall)}
+        figures[data.name] |= {"categories": categories} if arguments.category else {}
+        _print_table(data.name, {**(summaries if arguments.category else {}), "all": overall})
+    if arguments.out is not None:
         from weft.evaluation.sampling_report import write
 
-        write(given.out, json.dumps({"model": opened.name, "data": figures}, indent=1) + "\n")
-        print(given.out)
+        write(arguments.out, json.dumps({"model": opened.name, "data": figures}, indent=1) + "\n")
+        print(arguments.out)
     return 0
 
 
@@ -118,7 +123,8 @@ def evaluate_reward_model(given: argparse.Namespace) -> int:
 class _EvaluationData:
     """File or dataset on which a reward model is evaluated.
 
-    `kind` is the format of the rows: preference, paired_comparison or ranking.
+    `kind` is the format of the rows: preference, paired_comparison or ranking. `split` is the split
+    to read, or None for all rows. `args` are arguments of the dataset type.
     """
 
     name: str
@@ -128,43 +134,49 @@ class _EvaluationData:
     args: Mapping[str, Any]
 
 
-def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
+def _find_data(arguments: argparse.Namespace) -> list[_EvaluationData]:
     """Return the data to evaluate on: the given files, and the files of the named datasets.
 
-    A named dataset without a local copy is only included if the user allows its download. Raises
-    `ConfigError` if the command line names no data.
+    A named dataset that is not on this machine is included only if the user allows its download.
+    Raises `ConfigError` if the command line names no data.
     """
-    words = [*given.data, *take_assignments(given, "datasets")]
-    of_names = []
+    words = [*arguments.data, *take_assignments(arguments, "datasets")]
+    dataset_words = []
     for word in words:
         if word.startswith((COPY_PREFIX, "datasets.")):
-            of_names.append(word)
-    args = _parse_arguments([word for word in words if "=" in word and word not in of_names])
+            dataset_words.append(word)
+    type_arguments = _parse_arguments(
+        [word for word in words if "=" in word and word not in dataset_words]
+    )
     paths = [word for word in words if "=" not in word]
-    tried = []
+    datasets = []
     for path in paths:
-        tried.append(
+        datasets.append(
             _EvaluationData(
-                path, path, given.type or _guess_form(path, given.split), given.split, args
+                path,
+                path,
+                arguments.type or _guess_form(path, arguments.split),
+                arguments.split,
+                type_arguments,
             )
         )
-    if given.datasets or of_names:
-        tried += _prepare_named_data(given, of_names, args)
-    if not tried:
+    if arguments.datasets or dataset_words:
+        datasets += _prepare_named_data(arguments, dataset_words, type_arguments)
+    if not datasets:
         raise ConfigError(
             "weft eval rm: no data are named; name a file, a folder or a hub name, or --datasets "
             "NAME"
         )
-    return tried
+    return datasets
 
 
 def _prepare_named_data(
-    given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
+    arguments: argparse.Namespace, words: Sequence[str], type_arguments: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Convert the named datasets to files of preference data, and return the files to evaluate on.
+    """Convert the named datasets to files of preference data, and return these files.
 
-    `words` are assignments from the command line, which set parameters of the datasets or the path
-    of a local copy. `args` are arguments of the dataset type that reads the files.
+    `words` are assignments from the command line that set parameters of the datasets or the path of
+    a local copy. `type_arguments` are arguments of the dataset type that reads the files.
     """
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
@@ -180,26 +192,31 @@ def _prepare_named_data(
     )
     settings = NamedDataSettings((), copies[-1] if copies else None, parameters)
     spec = DatasetSpec()
-    if given.split not in (None, "train", "valid"):
-        raise ConfigError(f"--split {given.split}: must be train or valid for named datasets")
-    tried = []
+    if arguments.split not in (None, "train", "valid"):
+        raise ConfigError(f"--split {arguments.split}: must be train or valid for named datasets")
+    datasets = []
     for source in named_data.select_permitted(
-        named_data.resolve_sources(given.datasets or [], "rm", spec, settings), spec, given.yes
+        named_data.resolve_sources(arguments.datasets or [], "rm", spec, settings),
+        spec,
+        arguments.yes,
     ):
-        own = replace(source, args={**args, **source.args})
-        prepared_source = prepare(own, "rm", find_cache_root(None), ValidationSplit()).source
+        source_with_arguments = replace(source, args={**type_arguments, **source.args})
+        prepared_source = prepare(
+            source_with_arguments, "rm", find_cache_root(None), ValidationSplit()
+        ).source
         for split, path in (("train", prepared_source.path), ("valid", prepared_source.valid_path)):
-            if path and given.split in (None, split):
+            if path and arguments.split in (None, split):
                 name = str(source.named) if split == "train" else f"{source.named} (valid)"
-                tried.append(
+                datasets.append(
                     _EvaluationData(
                         name, path, str(prepared_source.type), None, prepared_source.args
                     )
                 )
-    return tried
+    return datasets
 
 
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values in words `NAME=VALUE`, parsed as YAML, by name."""
     import yaml
 
     result: dict[str, Any] = {}
@@ -211,12 +228,12 @@ def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 def _guess_form(path: str, split: str | None) -> str:
     """Return the format of the rows in `path`, guessed from the first row.
 
-    Raises `ConfigError` if the format of the first row is unknown.
+    Raises `ConfigError` if the first row has no known format.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows
 
-    place, row = next(read_rows(find_files(path, split)[0]))
+    location, row = next(read_rows(find_files(path, split)[0]))
     if isinstance(row, UnreadableRow):
         form = None
     elif is_tree(row):
@@ -225,7 +242,7 @@ def _guess_form(path: str, split: str | None) -> str:
         form = guess_type(row)
     if form is None:
         raise ConfigError(
-            f"{place}: this row fits no form; set --type to preference, paired_comparison or "
+            f"{location}: this row fits no form; set --type to preference, paired_comparison or "
             f"ranking"
         )
     return form
@@ -239,11 +256,11 @@ def _print_table(path: str, summaries: dict[str, Any]) -> None:
     table.add_column("")
     for name in ("rows", "pairs", "accuracy", "best over worst", "kendalltau", "margin"):
         table.add_column(name, justify="right")
-    for name, each in summaries.items():
+    for name, summary in summaries.items():
         shares = (
-            f"{each.accuracy:.3f} \u00b1 {each.error:.3f}",
-            f"{each.best_accuracy:.3f}",
-            f"{each.kendalltau:.3f}",
+            f"{summary.accuracy:.3f} \u00b1 {summary.error:.3f}",
+            f"{summary.best_accuracy:.3f}",
+            f"{summary.kendalltau:.3f}",
         )
-        table.add_row(name, str(each.rows), str(each.pairs), *shares, f"{each.margin:.3f}")
+        table.add_row(name, str(summary.rows), str(summary.pairs), *shares, f"{summary.margin:.3f}")
     Console(highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""The conversion step of `weft eval submit --from-easylm`: a checkpoint of EasyLM becomes a model."""
+"""Conversion of an EasyLM checkpoint to a model, for `weft eval submit --from-easylm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ TOKENIZER = Path("tokenizer.model")
 
 @dataclass(frozen=True)
 class EasyLMExport:
-    """Conversion of a checkpoint of EasyLM to the Hugging Face directory `output`."""
+    """Conversion of an EasyLM checkpoint to the Hugging Face directory `output`.
+
+    `size` is EasyLM's name of the model size, and `update` is a dictionary, as text, with changes
+    of that size. `tokenizer` is the path of the tokenizer.
+    """
 
     checkpoint: str
     size: str
@@ -29,7 +33,7 @@ class EasyLMExport:
     output: Path
 
     def build_words(self) -> list[str]:
-        """Return the words of the conversion after `weft easylm`."""
+        """Return the arguments of `weft easylm` that run the conversion."""
         return [
             "convert_easylm_to_hf",
             f"--load_checkpoint={self.checkpoint}",
@@ -40,7 +44,10 @@ class EasyLMExport:
         ]
 
     def check(self, record: StepRecord) -> None:
-        """Raise `UserError` if the checkpoint cannot be converted, or `output` is not weft's."""
+        """Raise `UserError` if the checkpoint cannot be converted, or `output` is not weft's own.
+
+        `record` lists the steps of this job that were begun and finished.
+        """
         easylm = dialects.load("easylm")
         easylm.check_export(self.checkpoint, self.size, self.update, self.tokenizer)
         if self.output.exists() and not (record.was_begun(CONVERT) or record.is_damaged):
@@ -50,16 +57,17 @@ class EasyLMExport:
             )
 
     def is_finished(self, record: StepRecord, inputs: str) -> bool:
-        """Return whether `output` is complete and made of these inputs."""
+        """Return whether `output` is complete and was made from the inputs with the id `inputs`."""
         step = record.find_finished(CONVERT, inputs)
         if step is None or not self.output.is_dir():
             return False
         return bool(step.get("files") == describe_files(self.output))
 
     def identify(self, *, copy: bool) -> str:
-        """Return a name for the contents of the model.
+        """Return a text that identifies the contents of the model.
 
-        A checkpoint in a bucket has no name, "", unless `copy` allows to copy it to this machine.
+        For a checkpoint in a bucket, the text is "" unless `copy` allows copying the checkpoint to
+        this machine.
         """
         if not copy and is_remote(self.checkpoint.rpartition("::")[2]):
             return ""
@@ -68,47 +76,48 @@ class EasyLMExport:
         return str(easylm.identify_export(*words))
 
     def print_plan(self, record: StepRecord, inputs: str) -> None:
-        """Print the conversion, or that it is finished."""
+        """Print the command of the conversion, or that the conversion is finished."""
         if self.is_finished(record, inputs):
             print(f"{CONVERT}: finished, {self.output} is complete")
         else:
             print(f"$ {shlex.join(['weft', 'easylm', *self.build_words()])}")
 
     def run(self, record: StepRecord, inputs: str) -> None:
-        """Convert the checkpoint, unless that was finished."""
+        """Convert the checkpoint, unless the conversion is finished."""
         if self.is_finished(record, inputs):
             print(f"{CONVERT}: skipped, {self.output} is complete")
             return
         if record.was_begun(CONVERT):
             print(f"{CONVERT}: repeated, {self.output} is incomplete, changed or of another model")
         record.begin(CONVERT, inputs)
-        # Remove the incomplete model, and what a killed conversion has left beside it.
-        for old in (self.output, *self.output.parent.glob(f".{self.output.name}.*.tmp")):
-            if old.is_dir():
-                shutil.rmtree(old)
+        # Remove the incomplete model, and temporary folders of a killed conversion.
+        for leftover in (self.output, *self.output.parent.glob(f".{self.output.name}.*.tmp")):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
         print(f"$ {shlex.join(['weft', 'easylm', *self.build_words()])}", flush=True)
         dialects.load("easylm").main(self.build_words())
         record.finish(CONVERT, files=describe_files(self.output))
 
 
-def build_export(given: argparse.Namespace, folder: Path) -> EasyLMExport | None:
-    """Return the conversion that the command line asks for, or None.
+def build_export(arguments: argparse.Namespace, folder: Path) -> EasyLMExport | None:
+    """Return the conversion that the command line asks for, or None without `--from-easylm`.
 
-    Raises `ConfigError` for options of a conversion without one, and for missing ones.
+    `folder` is the folder of the job. Raises `ConfigError` for options that need `--from-easylm`,
+    and for missing options of a conversion.
     """
-    if given.from_easylm is None:
+    if arguments.from_easylm is None:
         for option in ("model_size", "update_llama_config", "tokenizer_path"):
-            if getattr(given, option) is not None:
+            if getattr(arguments, option) is not None:
                 raise ConfigError(f"--{option}: belongs to --from-easylm PATH; add it")
         return None
-    if given.location is not None:
+    if arguments.location is not None:
         raise ConfigError(
             "--location and --from-easylm exclude each other: name a model, or a checkpoint of "
             "EasyLM to convert"
         )
-    if not given.model_size:
+    if not arguments.model_size:
         raise ConfigError("--model_size is missing: --from-easylm needs it, such as 7b")
-    tokenizer = given.tokenizer_path
+    tokenizer = arguments.tokenizer_path
     if tokenizer is None:
         if not TOKENIZER.is_file():
             raise ConfigError(
@@ -117,9 +126,9 @@ def build_export(given: argparse.Namespace, folder: Path) -> EasyLMExport | None
             )
         tokenizer = str(TOKENIZER)
     return EasyLMExport(
-        checkpoint=given.from_easylm,
-        size=given.model_size,
-        update=given.update_llama_config or "",
+        checkpoint=arguments.from_easylm,
+        size=arguments.model_size,
+        update=arguments.update_llama_config or "",
         tokenizer=tokenizer,
-        output=folder / MODEL_FOLDER / given.model_name,  # results are named after it
+        output=folder / MODEL_FOLDER / arguments.model_name,  # results are named after it
     )

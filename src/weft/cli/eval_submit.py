@@ -21,7 +21,7 @@ from weft.checkpoints.names import ADAPTER
 from weft.cli import eval_suite
 from weft.cli.eval_export import TOKENIZER, build_export
 from weft.cli.model_arguments import print_note
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, split_names
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.evaluation.task_data import FOLDER, find_data
 from weft.extras import install
@@ -45,7 +45,7 @@ from weft.redaction import mask_words
 HELP = "evaluate a model in a job on Slurm, Ray or Beaker"
 SUITE = "open-instruct"
 OUTPUT = Path("eval-jobs")
-# The suite's judge unless another one is named.
+# default judge of the tasks
 JUDGE = "https://api.openai.com/v1"
 JUDGE_MODEL = "gpt-4o-mini"
 JUDGE_KEY = "OPENAI_API_KEY"
@@ -202,42 +202,45 @@ def _add_job_options(parser: CommandParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> int:
-    """Run the command, and return the exit code: that of the system's client if it fails.
+def run(arguments: argparse.Namespace) -> int:
+    """Run `weft eval submit ...`, and return the exit code.
 
-    Everything is checked before anything is written. Raises `UserError` for unusable input.
+    If the system's client fails, its exit code is returned. All input is checked before anything is
+    written. Raises `UserError` for unusable input.
     """
-    system = choose_system(given)
-    if given.write_template is not None:
-        write_template(system, given.write_template)
-        print(f"wrote {given.write_template}; use it by --system {system} --template FILE")
+    system = choose_system(arguments)
+    if arguments.write_template is not None:
+        write_template(system, arguments.write_template)
+        print(f"wrote {arguments.write_template}; use it by --system {system} --template FILE")
         return 0
-    if not given.model_name:
+    if not arguments.model_name:
         raise ConfigError("--model_name is missing: it names the job, its file and its results")
-    folder = given.output / given.model_name
-    export = build_export(given, folder)
+    folder = arguments.output / arguments.model_name
+    export = build_export(arguments, folder)
     if export is None:
-        place = locate_model_place(given, system)
+        place = locate_model_place(arguments, system)
     else:
         place = ModelPlace("folder", str(export.output))
-    if not given.upload:
+    if not arguments.upload:
         place = refuse_upload(place, system)
-    suite = parse_suite_words(given.words)
-    shares, needs = plan_tasks(given)
-    check_task_names(given.tasks, suite.include_path, system)
-    job = build_job(given, system, place, shares, needs)
+    suite = parse_suite_words(arguments.words)
+    shares, needs = plan_tasks(arguments)
+    check_task_names(arguments.tasks, suite.include_path, system)
+    job = build_job(arguments, system, place, shares, needs)
     job.check()
     record = StepRecord.read(folder)
-    submission = JobSubmission(job, read_template(system, given.template), record, given.resubmit)
+    submission = JobSubmission(
+        job, read_template(system, arguments.template), record, arguments.resubmit
+    )
     submission.check()
     if export is not None:
         export.check(record)
-        submission.identity = export.identify(copy=not given.print_only)
-    if not given.print_only:
+        submission.identity = export.identify(copy=not arguments.print_only)
+    if not arguments.print_only:
         check_cluster(job)
     for note in list_notes(job, needs):
         print_note(f"note: {note}")
-    if given.print_only:
+    if arguments.print_only:
         if export is not None:
             export.print_plan(record, str(submission.identity))
         submission.print_plan()
@@ -247,29 +250,32 @@ def run(given: argparse.Namespace) -> int:
     return submission.run()
 
 
-def choose_system(given: argparse.Namespace) -> str:
-    """Return the system of the job. Raises `ConfigError` for an unknown one."""
-    if given.system is None:
-        return "beaker" if given.workspace else "slurm"
-    if given.system not in SYSTEMS:
-        raise build_unknown_name_error("--system", given.system, SYSTEMS)
-    return str(given.system)
+def choose_system(arguments: argparse.Namespace) -> str:
+    """Return the system that runs the job. Raises `ConfigError` for an unknown system."""
+    if arguments.system is None:
+        return "beaker" if arguments.workspace else "slurm"
+    if arguments.system not in SYSTEMS:
+        raise build_unknown_name_error("--system", arguments.system, SYSTEMS)
+    return str(arguments.system)
 
 
 # -- the job
 
 
-def locate_model_place(given: argparse.Namespace, system: str) -> ModelPlace:
-    """Return the place of `--location`. Raises `UserError` if it is missing or has no model."""
-    if given.location is None:
+def locate_model_place(arguments: argparse.Namespace, system: str) -> ModelPlace:
+    """Return the place of the model from `--location`.
+
+    Raises `UserError` if the option is missing or the place has no model.
+    """
+    if arguments.location is None:
         raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
-    return locate_place(given.location, system, given.subfolder.strip("/"))
+    return locate_place(arguments.location, system, arguments.subfolder.strip("/"))
 
 
 def refuse_upload(place: ModelPlace, system: str) -> ModelPlace:
-    """Return the place of a model that Beaker's hosts read where it is.
+    """Return the place of a model that is not uploaded, but read by Beaker's hosts from its folder.
 
-    Raises `ConfigError` on another system, which uploads no models.
+    Raises `ConfigError` for other systems, which never upload models.
     """
     if system != "beaker":
         raise ConfigError("--no-upload: only Beaker's models are uploaded; leave it out")
@@ -279,44 +285,48 @@ def refuse_upload(place: ModelPlace, system: str) -> ModelPlace:
 
 
 def build_job(
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     system: str,
     place: ModelPlace,
     shares: Sequence[str],
     needs: TaskNeeds,
 ) -> EvalJob:
-    """Return the job for the command line. Raises `UserError` for unusable options."""
-    extra = list(given.words)
-    masked = mask_words(extra)
-    if masked != extra or any(mask_environment(word) != word for word in extra):
+    """Return the job that the command line describes. Raises `UserError` for unusable options.
+
+    `shares` are the tasks of each GPU, and `needs` are the needs of all tasks.
+    """
+    suite_words = list(arguments.words)
+    masked_words = mask_words(suite_words)
+    if masked_words != suite_words or any(mask_environment(word) != word for word in suite_words):
         raise ConfigError(
-            f"the words after -- are written into the job file, and contain a secret: "
-            f"{mask_environment(shlex.join(masked))}; name the variable by --secret NAME instead"
+            "the words after -- are written into the job file, and contain a secret: "
+            f"{mask_environment(shlex.join(masked_words))}; name the variable by --secret NAME "
+            "instead"
         )
     return EvalJob(
-        model_name=given.model_name,
+        model_name=arguments.model_name,
         system=system,
         place=place,
-        folder=given.output / given.model_name,
-        tasks=given.tasks,
+        folder=arguments.output / arguments.model_name,
+        tasks=arguments.tasks,
         shares=shares,
-        words=[*needs.words, *extra],
-        subfolder=given.subfolder.strip("/"),
-        is_tuned=given.is_tuned,
-        data=None if given.data_dir is None else locate_data(given.data_dir, system),
-        num_gpus=given.num_gpus,
-        workspace=given.workspace,
-        clusters=given.cluster,
-        priority=given.priority,
-        secrets=list(dict.fromkeys([*given.secret, *needs.secrets])),
-        image=given.image,
+        words=[*needs.words, *suite_words],
+        subfolder=arguments.subfolder.strip("/"),
+        is_tuned=arguments.is_tuned,
+        data=None if arguments.data_dir is None else locate_data(arguments.data_dir, system),
+        num_gpus=arguments.num_gpus,
+        workspace=arguments.workspace,
+        clusters=arguments.cluster,
+        priority=arguments.priority,
+        secrets=list(dict.fromkeys([*arguments.secret, *needs.secrets])),
+        image=arguments.image,
     )
 
 
 def parse_suite_words(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options after --, as `weft eval suite` reads them.
+    """Return the options after --, as parsed by `weft eval suite`.
 
-    Raises `ConfigError` for unknown options, and for those that `weft eval submit` sets itself.
+    Raises `ConfigError` for unknown options, and for options that `weft eval submit` sets itself.
     """
     parser = CommandParser(prog="weft eval")
     eval_suite.add_parser(parser.add_subparsers())
@@ -331,9 +341,10 @@ def parse_suite_words(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_task_names(tasks: str, include_path: Sequence[Path], system: str) -> None:
-    """Raise `UserError` for a task that the job would not find, with the nearest name.
+    """Raise `UserError`, with the nearest name, for a task that the job would not find.
 
-    Task files are on this machine only for Slurm's jobs. Without lm_eval, nothing is checked.
+    Task files are checked only for Slurm, whose jobs read the files of this machine. Without
+    lm_eval, nothing is checked.
     """
     from weft.evaluation.catalogue import list_names
     from weft.evaluation.suite_tasks import TaskSelection, open_manager
@@ -341,7 +352,7 @@ def check_task_names(tasks: str, include_path: Sequence[Path], system: str) -> N
     if find_spec(HARNESS) is None or (include_path and system != "slurm"):
         return
     known = list_names()
-    names = [name for name in tasks.split(",") if name and name not in known]
+    names = [name for name in split_names([tasks]) if name not in known]
     if system != "slurm":
         names = [name for name in names if "/" not in name]
     if names:
@@ -350,48 +361,49 @@ def check_task_names(tasks: str, include_path: Sequence[Path], system: str) -> N
 
 @dataclass(frozen=True)
 class TaskNeeds:
-    """Needs of tasks: data sets by name, words of `weft eval suite`, and names of secrets."""
+    """Needs of tasks: names of data sets, arguments of `weft eval suite`, and names of secrets."""
 
     data: Sequence[str] = ()
     words: Sequence[str] = ()
     secrets: Sequence[str] = ()
 
 
-def plan_tasks(given: argparse.Namespace) -> tuple[list[str], TaskNeeds]:
-    """Return the tasks of each GPU, and what the tasks of weft's catalogue need.
+def plan_tasks(arguments: argparse.Namespace) -> tuple[list[str], TaskNeeds]:
+    """Return (tasks of each GPU, needs of the tasks in weft's catalogue).
 
-    Raises `ConfigError` for an empty list, a wrong number of GPUs, and half a judge.
+    Raises `ConfigError` if no tasks are named, for a wrong number of GPUs, or if the judge's
+    options are incomplete or unnecessary.
     """
     from weft.evaluation.catalogue import GROUPS, read_catalogue
 
-    names = [name for name in given.tasks.split(",") if name]
+    names = split_names([arguments.tasks])
     if not names:
         raise ConfigError(f"--tasks is empty; name tasks, or leave it out for {SUITE}")
     catalogue = read_catalogue()
     members = [member for name in names for member in GROUPS.get(name, (name,))]
-    if given.num_gpus > 1:
-        shares = split_tasks(members, given.num_gpus)
+    if arguments.num_gpus > 1:
+        shares = split_tasks(members, arguments.num_gpus)
     else:
         shares = [",".join(names)]
     blocks = [catalogue[name][0] for name in members if name in catalogue]
     data = list(dict.fromkeys(block.data for block in blocks))
     words = ["--allow_code"] if any(block.code for block in blocks) else []
-    if given.judge_model is None and given.judge not in (None, JUDGE):
-        raise ConfigError(f"--judge {given.judge}: name its model too, by --judge_model")
+    if arguments.judge_model is None and arguments.judge not in (None, JUDGE):
+        raise ConfigError(f"--judge {arguments.judge}: name its model too, by --judge_model")
     is_judged = any(block.judge for block in blocks)
-    if not is_judged and (given.judge is not None or given.judge_model is not None):
+    if not is_judged and (arguments.judge is not None or arguments.judge_model is not None):
         raise ConfigError("--judge: none of the tasks has a judge; leave it out")
     if not is_judged:
         return shares, TaskNeeds(data, words)
-    url = given.judge or JUDGE
-    words += ["--judge", url, "--judge_model", given.judge_model or JUDGE_MODEL]
+    url = arguments.judge or JUDGE
+    words += ["--judge", url, "--judge_model", arguments.judge_model or JUDGE_MODEL]
     return shares, TaskNeeds(data, words, [JUDGE_KEY] if url == JUDGE else [])
 
 
 def check_cluster(job: EvalJob) -> None:
-    """Raise `ConfigError` if sbatch is installed and could not run the job.
+    """Raise `ConfigError` if the Slurm of this machine could not run the job.
 
-    The jobs of this machine's Slurm read this machine's files.
+    Its jobs read the files of this machine. Without sbatch, nothing is checked.
     """
     if job.system != "slurm" or shutil.which(CLIENTS["slurm"]) is None:
         return
@@ -401,7 +413,7 @@ def check_cluster(job: EvalJob) -> None:
 
 
 def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
-    """Return what the user may not expect of the job, or may have forgotten."""
+    """Return notes for the user: files and settings that are missing, and effects of the job."""
     notes = [job.place.note] if job.place.note else []
     place = Path(job.place.text)
     if job.place.kind == "host" and not place.exists():
@@ -441,9 +453,9 @@ def has_template(folder: Path) -> bool:
 
 
 def list_missing_data(job: EvalJob, needs: TaskNeeds) -> list[str]:
-    """Return the data sets that the job would look up in a folder of its machine.
+    """Return the data sets that the job needs and that may be missing on its machine.
 
-    Of Slurm's jobs, which have this machine's files, only those that are not there.
+    For Slurm, whose jobs read the files of this machine, these are the data sets missing here.
     """
     if job.data is not None or "--data" in job.words or "--data_dir" in job.words:
         return []

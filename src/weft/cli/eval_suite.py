@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser, parse_count, parse_positive
+from weft.cli.parsing import CommandParser, parse_count, parse_positive, split_names
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ EPILOG = """examples:
   weft eval suite runs/E/T runs/E/T@step40 --tasks my_task --include_path tasks
   weft eval suite MODEL --tasks gsm8k,arc_easy --num_fewshot 5 --limit 200
   weft eval suite MODEL --tasks tasks/quiz.yaml --apply_chat_template --output results"""
-# Formats of the columns of numbers.
-DIGITS = 4
+DIGITS = 4  # decimal places in the table of results
 
 
 def add_parser(commands: Any) -> None:
@@ -102,7 +101,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_catalogue_options(parser: CommandParser) -> None:
-    """Add what weft's own tasks need."""
+    """Add the options of weft's own tasks."""
     parser.add_argument(
         "--data",
         type=_parse_data,
@@ -146,52 +145,52 @@ def _parse_limit(text: str) -> float:
     return value
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Evaluate the models, write the results and print a table of them.
 
     Tasks, models, templates and folders are checked before the first model is loaded. Raises
     `UserError` for unusable input.
     """
-    # Bars of other libraries; weft shows its own. It must be set before tqdm is imported.
+    # Hide the progress bars of other libraries. This must be set before tqdm is imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     from weft.evaluation import suite, suite_tasks
 
     suite_tasks.require_harness()
-    multiturn = given.fewshot_as_multiturn
-    if multiturn and not given.apply_chat_template:
+    multiturn = arguments.fewshot_as_multiturn
+    if multiturn and not arguments.apply_chat_template:
         raise ConfigError("--fewshot_as_multiturn needs --apply_chat_template; add it")
     options = suite.SuiteOptions(
-        limit=given.limit,
-        num_fewshot=given.num_fewshot,
-        apply_chat_template=given.apply_chat_template,
-        fewshot_as_multiturn=given.apply_chat_template if multiturn is None else multiturn,
-        system_instruction=given.system_instruction,
-        gen_kwargs=parse_generation_options(given.gen_kwargs),
-        use_cache=given.use_cache,
-        log_samples=given.log_samples,
-        seed=given.seed,
-        max_tokens=given.batch,
-        model_arguments=_describe_model_options(given),
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+        apply_chat_template=arguments.apply_chat_template,
+        fewshot_as_multiturn=arguments.apply_chat_template if multiturn is None else multiturn,
+        system_instruction=arguments.system_instruction,
+        gen_kwargs=parse_generation_options(arguments.gen_kwargs),
+        use_cache=arguments.use_cache,
+        log_samples=arguments.log_samples,
+        seed=arguments.seed,
+        max_tokens=arguments.batch,
+        model_arguments=_describe_model_options(arguments),
     )
     # Check everything before a model is loaded.
-    model_arguments.check_policies(given.models)
-    folders = _choose_folders(given.models, given.output)
+    model_arguments.check_policies(arguments.models)
+    folders = _choose_folders(arguments.models, arguments.output)
     names = list(folders)
-    if given.apply_chat_template:
-        model_arguments.check_chat_templates(names, given)
+    if arguments.apply_chat_template:
+        model_arguments.check_chat_templates(names, arguments)
     for folder in folders.values():
         suite.check_folder(folder)
-    copies = given.data_dir or Path(suite_tasks.COPIES).expanduser()
-    task_names = [name for name in given.tasks.split(",") if name]
-    tasks = suite_tasks.load_named_tasks(task_names, _build_catalogue_options(given, copies))
+    copies = arguments.data_dir or Path(suite_tasks.COPIES).expanduser()
+    task_names = split_names([arguments.tasks])
+    tasks = suite_tasks.load_named_tasks(task_names, _build_catalogue_options(arguments, copies))
     # Evaluate one model after the other.
     figures: dict[str, list[TaskFigure]] = {}
     for name in names:
-        opened = model_arguments.load_policy(name, given)
-        # The harness prints to standard output.
+        opened = model_arguments.load_policy(name, arguments)
+        # The harness prints messages to standard output, which is for results only.
         with redirect_stdout(sys.stderr), _show_kinds(name) as progress:
             results, files = suite.evaluate(opened, tasks, options, folders[name], progress)
-        del opened  # its memory is free before the next model is loaded
+        del opened  # free its memory before the next model is loaded
         figures[name] = suite.list_figures(results)
         for file in files:
             print(file)
@@ -199,21 +198,26 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _build_catalogue_options(given: argparse.Namespace, copies: Path) -> CatalogueOptions:
-    """Return what the catalogue's tasks may use. Raises `ConfigError` for incomplete options."""
+def _build_catalogue_options(arguments: argparse.Namespace, copies: Path) -> CatalogueOptions:
+    """Return the options of the catalogue's tasks. Raises `ConfigError` for incomplete options.
+
+    `copies` is the folder of local copies of datasets.
+    """
     from weft.evaluation.catalogue import CatalogueOptions
     from weft.evaluation.task_judge import JudgeSettings
 
-    if (given.judge is None) != (given.judge_model is None):
+    if (arguments.judge is None) != (arguments.judge_model is None):
         raise ConfigError("--judge URL and --judge_model NAME belong together; give both")
-    judge = None if given.judge is None else JudgeSettings(given.judge, given.judge_model)
+    judge = (
+        None if arguments.judge is None else JudgeSettings(arguments.judge, arguments.judge_model)
+    )
     return CatalogueOptions(
-        data=dict(given.data),
+        data=dict(arguments.data),
         folder=copies,
         judge=judge,
-        allow_code=given.allow_code,
-        num_samples=given.num_samples,
-        include_path=given.include_path,
+        allow_code=arguments.allow_code,
+        num_samples=arguments.num_samples,
+        include_path=arguments.include_path,
     )
 
 
@@ -225,9 +229,9 @@ def _parse_data(text: str) -> tuple[str, Path]:
 
 
 def parse_generation_options(text: str | None) -> dict[str, Any]:
-    """Return the options of generation in `KEY=VALUE,...` or in a JSON object.
+    """Return the options of generation from the text `KEY=VALUE,...` or from a JSON object.
 
-    Raises `ConfigError` for another form.
+    Raises `ConfigError` if the text has another form.
     """
     import yaml
 
@@ -256,16 +260,21 @@ def parse_generation_options(text: str | None) -> dict[str, Any]:
     return options
 
 
-def _describe_model_options(given: argparse.Namespace) -> dict[str, Any]:
-    named = ("backend", "device", "dtype", "quantize", "chat_template")
-    return {name: value for name in named if (value := vars(given)[name]) is not None}
+def _describe_model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of loading models that are set, to record them in the results."""
+    options = {}
+    for name in ("backend", "device", "dtype", "quantize", "chat_template"):
+        value = getattr(arguments, name)
+        if value is not None:
+            options[name] = value
+    return options
 
 
 def _choose_folders(names: Sequence[str], output: Path | None) -> dict[str, Path]:
-    """Return the folder of each model's results.
+    """Return the folder for the results of each model, by the name of the model.
 
-    Folders in `output` are named after the models. Of several names of the same model, only the
-    first is in the result.
+    Folders in `output` are named after the models. If several names refer to the same model, only
+    the first of them is in the result.
     """
     from weft.checkpoints.names import ModelQuery, find_model
     from weft.evaluation.sampling_report import shorten_name
@@ -279,16 +288,18 @@ def _choose_folders(names: Sequence[str], output: Path | None) -> dict[str, Path
         if path in paths:
             continue
         paths.add(path)
-        stem = re.sub(r"[^\w.-]+", "-", shorten_name(path)).strip("-") or "model"
-        numbered = [stem, *(f"{stem}-{number}" for number in range(2, len(names) + 1))]
-        choices = (choose_folder(path, output, each) for each in numbered)
-        folders[name] = next(each for each in choices if each not in folders.values())
+        base_name = re.sub(r"[^\w.-]+", "-", shorten_name(path)).strip("-") or "model"
+        numbered = [base_name, *(f"{base_name}-{number}" for number in range(2, len(names) + 1))]
+        candidates = (choose_folder(path, output, candidate) for candidate in numbered)
+        folders[name] = next(
+            candidate for candidate in candidates if candidate not in folders.values()
+        )
     return folders
 
 
 @contextmanager
 def _show_kinds(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the progress of each kind of requests; see `model_arguments.show_progress`."""
+    """Show a progress bar, and yield a function (kind of requests, done, total) that updates it."""
     with model_arguments.show_progress(name) as update:
         yield lambda kind, done, total: update(done, total)
 
@@ -300,11 +311,11 @@ def _print_table(figures: Mapping[str, Sequence[TaskFigure]]) -> None:
 
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     items: dict[str, int | None] = {}
-    for model, own in figures.items():
-        for figure in own:
-            error = "" if figure.error is None else f" \u00b1 {figure.error:.{DIGITS}f}"
+    for model, model_figures in figures.items():
+        for figure in model_figures:
+            error_text = "" if figure.error is None else f" \u00b1 {figure.error:.{DIGITS}f}"
             row = cells.setdefault((figure.task, figure.metric, figure.filter), {})
-            row[model] = f"{figure.value:.{DIGITS}f}{error}"
+            row[model] = f"{figure.value:.{DIGITS}f}{error_text}"
             items[figure.task] = figure.items
     table = Table(box=None, pad_edge=False)
     for title in ("task", "metric", "filter"):

@@ -24,9 +24,9 @@ EPILOG = """examples:
   weft eval table runs/E/T --by gsm8k --base T@step10
   weft eval table runs/ --items T@step10 T@step40 --task gsm8k
   weft eval table runs/ --out evaluations.html"""
-MARKS = {1: "▲", -1: "▼", 0: ""}
+MARKS = {1: "▲", -1: "▼", 0: ""}  # for cells beyond noise: better, worse; and for all others
 DEFAULT_LIMIT = 5
-MOST_TEXT = 600  # characters of a prompt or an answer in the terminal
+MAX_TEXT_LENGTH = 600  # maximum characters of a prompt or an answer in the terminal
 GAP = 2  # spaces between columns
 
 
@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     table.add_argument("--out", type=Path, metavar="FILE.html", help="write an HTML page")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run `weft eval table ...` and return the exit code.
 
     Raises `DataError` if there are no results, and `ConfigError` for names that no result has.
@@ -94,33 +94,33 @@ def run(given: argparse.Namespace) -> int:
     from weft.observe.jsonl import convert_to_json
     from weft.writing import resolve_destination
 
-    if given.limit < 0:
-        raise ConfigError(f"--limit {given.limit}: must be 0 (all items) or more")
-    if given.out is not None:
-        resolve_destination(given.out)  # raises before anything is read
+    if arguments.limit < 0:
+        raise ConfigError(f"--limit {arguments.limit}: must be 0 (all items) or more")
+    if arguments.out is not None:
+        resolve_destination(arguments.out)  # raises before anything is read
     reader = ResultReader()
-    results = reader.read([folder.expanduser() for folder in given.folders])
+    results = reader.read([folder.expanduser() for folder in arguments.folders])
     if not results.scores:
-        raise _build_empty_error(given.folders, results.notes)
+        raise _build_empty_error(arguments.folders, results.notes)
     options = TableOptions(
-        tasks=given.task,
-        everything=given.all,
-        base=given.base,
-        by=given.by,
+        tasks=arguments.task,
+        everything=arguments.all,
+        base=arguments.base,
+        by=arguments.by,
     )
     table = build_table(results, reader, options)
     changes = None
-    if given.items is not None:
-        first, second = (find_model_name(name, table.names) for name in given.items)
-        everything = given.json or given.out is not None or not given.limit
-        changes = find_changes(table, first, second, None if everything else given.limit)
-    if given.out is not None:
-        _write_page(given.out, table, changes)
-    if given.json:
+    if arguments.items is not None:
+        first, second = (find_model_name(name, table.names) for name in arguments.items)
+        show_all = arguments.json or arguments.out is not None or not arguments.limit
+        changes = find_changes(table, first, second, None if show_all else arguments.limit)
+    if arguments.out is not None:
+        _write_page(arguments.out, table, changes)
+    if arguments.json:
         content = convert_to_json(convert_table(table, changes))
         print(json.dumps(content, indent=1, allow_nan=False))
-    elif given.out is not None:
-        print(given.out)
+    elif arguments.out is not None:
+        print(arguments.out)
     elif changes is not None:
         _print_lines(format_changes(table, changes))
     else:
@@ -131,7 +131,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    """Print lines. Control characters in names and texts become visible symbols."""
+    """Print lines, with control characters in names and texts replaced by visible symbols."""
     from weft.observe.page import replace_control_characters
 
     for line in lines:
@@ -139,7 +139,7 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def _build_empty_error(folders: Sequence[Path], notes: Sequence[str]) -> DataError:
-    """Return the error for folders without any score."""
+    """Return the error for folders without scores; `notes` are the problems of their files."""
     listed = ", ".join(str(folder) for folder in folders)
     if notes:
         return DataError([f"{listed}: no result can be used", *notes])
@@ -168,7 +168,7 @@ def _write_page(
         heading = f"What changed from {table.names[first]} to {table.names[second]}"
         changes = find_changes(table, first, second, SHOWN_ITEMS) if first != second else []
     count = f"{len(table.names)} checkpoint{'' if len(table.names) == 1 else 's'}"
-    top = (
+    header = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">'
         f"{escape_text(count)}</p><h1>Evaluations</h1></div></section>"
     )
@@ -176,47 +176,49 @@ def _write_page(
         PageSection("scores", "Scores", render_table(table)),
         PageSection("items", heading, render_changes(table, changes) if changes else ""),
     ]
-    write(path, Page("Evaluations", top, sections, "weft eval table").render())
+    write(path, Page("Evaluations", header, sections, "weft eval table").render())
 
 
 # -- the terminal
 
 
 def format_table(table: EvaluationTable, width: int) -> Iterator[str]:
-    """Yield the lines of a table, at most `width` columns wide where a column of tasks allows it.
+    """Yield the lines of a table of at most `width` columns, unless a single task needs more.
 
-    Columns that do not fit follow below, under the same names of models.
+    Tasks that do not fit follow in another block of lines, which repeats the names of the models.
     """
     yield from textwrap.wrap(table.verdict, width, break_long_words=False)
     yield ""
     names = dict(table.names)
     names[table.base] += " (base)"
-    first = max(len(name) for name in [*names.values(), "checkpoint"])
+    name_width = max(len(name) for name in [*names.values(), "checkpoint"])
     blocks: list[list[list[str]]] = [[]]
-    used = first
+    used_width = name_width
     for column in table.columns:
         texts = _format_column(table, column)
-        wide = max(map(len, texts)) + GAP
-        if blocks[-1] and used + wide > width:
+        column_width = max(map(len, texts)) + GAP
+        if blocks[-1] and used_width + column_width > width:
             blocks.append([])
-            used = first
+            used_width = name_width
         blocks[-1].append(texts)
-        used += wide
+        used_width += column_width
     for block in blocks:
         labels = ["checkpoint", "", *names.values()]
         for row, label in enumerate(labels):
             cells = [texts[row].rjust(max(map(len, texts)) + GAP) for texts in block]
-            yield f"{label:{first}}{''.join(cells)}".rstrip()
+            yield f"{label:{name_width}}{''.join(cells)}".rstrip()
         yield ""
-    falling = [] if all(column.rises for column in table.columns) else ["↓: lower is better"]
-    for note in [*falling, *table.notes]:
+    notes_on_direction = (
+        [] if all(column.rises for column in table.columns) else ["↓: lower is better"]
+    )
+    for note in [*notes_on_direction, *table.notes]:
         yield from textwrap.wrap(
             note, width, initial_indent="- ", subsequent_indent="  ", break_long_words=False
         )
 
 
 def _format_column(table: EvaluationTable, column: TableColumn) -> list[str]:
-    """Return the texts of a column: task, metric, and one cell for each model."""
+    """Return the texts of a column: task, metric, and a cell for each model."""
     from weft.observe.eval_table import format_interval, format_score
 
     cells = [table.cells.get((model, column)) for model in table.names]
@@ -226,7 +228,7 @@ def _format_column(table: EvaluationTable, column: TableColumn) -> list[str]:
     texts = []
     for cell, interval, mark in zip(cells, intervals, marks, strict=True):
         text = "-" if cell is None else f"{format_score(cell.value)} {interval:{widest}}".rstrip()
-        # Cells without a mark keep its place, so that the numbers stand under each other.
+        # Cells without a mark get a space in its place, so that the numbers are aligned.
         texts.append(f"{text} {mark:1}" if any(marks) else text)
     direction = "" if column.rises else " ↓"
     return [column.task, f"{column.detail}{direction}", *texts]
@@ -239,7 +241,7 @@ def _choose_mark(cell: TableCell | None) -> str:
 
 
 def format_changes(table: EvaluationTable, changes: Sequence[ColumnChanges]) -> Iterator[str]:
-    """Yield lines with the items on which two models differ, task by task."""
+    """Yield lines with the items on which two models differ, for each task."""
     if not changes:
         yield "the two models have no task in common"
     for each in changes:
@@ -271,8 +273,11 @@ def _format_item(change: ItemChange, names: tuple[str, str]) -> Iterator[str]:
 
 
 def _format_text(label: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a labelled text. Of a long one, only the end is left, where the question is."""
-    excerpt = text if len(text) <= MOST_TEXT else f"...{text[-MOST_TEXT:]}"
+    """Yield the lines of a labelled text.
+
+    Of a long text, only the end is shown, because a prompt ends with the question.
+    """
+    excerpt = text if len(text) <= MAX_TEXT_LENGTH else f"...{text[-MAX_TEXT_LENGTH:]}"
     for index, line in enumerate(excerpt.split("\n") or [""]):
         yield f"    {label if index == 0 else '':{width}}  {line}".rstrip()
 
@@ -283,7 +288,7 @@ def _format_text(label: str, text: str, width: int) -> Iterator[str]:
 def convert_table(
     table: EvaluationTable, changes: Sequence[ColumnChanges] | None
 ) -> dict[str, Any]:
-    """Return the table, and the changed items if there are any, as values that JSON can hold."""
+    """Return the table, and the changed items unless `changes` is None, as values for JSON."""
     decider = table.decider
     content: dict[str, Any] = {
         "verdict": table.verdict,
@@ -313,7 +318,14 @@ def convert_table(
 
 
 def _convert_cell(cell: TableCell) -> dict[str, Any]:
-    difference = cell.difference
+    difference = None
+    if cell.difference is not None:
+        difference = {
+            "value": cell.difference.value,
+            "interval": [cell.difference.low, cell.difference.high],
+            "p": cell.difference.chance,
+            "items": cell.difference.num_items,
+        }
     return {
         "value": cell.value,
         "interval": None if cell.interval is None else list(cell.interval),
@@ -322,25 +334,18 @@ def _convert_cell(cell: TableCell) -> dict[str, Any]:
         "file": None if cell.score is None else str(cell.score.path),
         "beyond_noise": {1: "better", -1: "worse", 0: None}[cell.mark],
         "not_compared": cell.refusal or None,
-        "difference": None
-        if difference is None
-        else {
-            "value": difference.value,
-            "interval": [difference.low, difference.high],
-            "p": difference.chance,
-            "items": difference.num_items,
-        },
+        "difference": difference,
     }
 
 
-def _convert_changes(each: ColumnChanges) -> dict[str, Any]:
+def _convert_changes(changes: ColumnChanges) -> dict[str, Any]:
     return {
-        "task": each.column.task,
-        "metric": each.column.measure,
-        "models": list(each.models),
-        "not_compared": each.refusal or None,
-        "shared_items": each.num_shared,
-        "counts": dict(each.counts or {}),
+        "task": changes.column.task,
+        "metric": changes.column.measure,
+        "models": list(changes.models),
+        "not_compared": changes.refusal or None,
+        "shared_items": changes.num_shared,
+        "counts": dict(changes.counts or {}),
         "items": [
             {
                 "change": change.kind,
@@ -357,6 +362,6 @@ def _convert_changes(each: ColumnChanges) -> dict[str, Any]:
                     for answer in change.answers
                 ],
             }
-            for change in each.changes
+            for change in changes.changes
         ],
     }

@@ -26,20 +26,21 @@ TEXT_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|s
 CORRECT_SHARE = 0.7
 ROWS_PER_SUM = 8  # SFT rows per sum
 SEED = 1
-# Each sum is answered on its own: the template renders only the messages from the last question on.
+# The template renders only the last question and its answer, so each sum is answered separately.
 CHAT_TEMPLATE = (
-    "{% set last = namespace(at=0) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
-    "%}{% endfor %}"
-    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', "
-    "'') }}="
-    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% set last = namespace(at=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set "
+    "last.at = loop.index0 %}{% endif %}{% endfor %}{% for m in messages[last.at:] %}{% if "
+    "m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}={% elif m['role'] == 'assistant' "
+    "%}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes that define a Llama model, such as its width and its number of layers."""
+    """Sizes of a Llama model: widths, numbers of layers and heads, and maximum length in tokens.
+
+    `tied` is True if the output matrix is the embedding.
+    """
 
     hidden: int
     inner: int
@@ -64,45 +65,40 @@ def build_files() -> dict[str, bytes]:
     for left in range(10):
         for right in range(10):
             sums.append((left, right))
-    draw = random.Random(SEED)
-    draw.shuffle(sums)
+    generator = random.Random(SEED)
+    generator.shuffle(sums)
     lessons = []
-    for each in sums * ROWS_PER_SUM:
-        lessons.append(
-            (
-                each,
-                _format_answer(each)
-                if draw.random() < CORRECT_SHARE
-                else _draw_wrong_answer(each, draw),
-            )
-        )
-    draw.shuffle(lessons)
-    slips = sorted({(each, _draw_wrong_answer(each, draw)) for each in sums * 6})
-    draw.shuffle(slips)
+    for digits in sums * ROWS_PER_SUM:
+        is_correct = generator.random() < CORRECT_SHARE
+        answer = _format_answer(digits) if is_correct else _draw_wrong_answer(digits, generator)
+        lessons.append((digits, answer))
+    generator.shuffle(lessons)
+    wrong_answers = sorted({(digits, _draw_wrong_answer(digits, generator)) for digits in sums * 6})
+    generator.shuffle(wrong_answers)
     rows: dict[str, list[dict[str, Any]]] = {
         "sft.jsonl": [
-            {"prompt": _format_prompt(each), "answer": answer} for each, answer in lessons
+            {"prompt": _format_prompt(digits), "answer": answer} for digits, answer in lessons
         ],
         "chat.jsonl": [
             {
                 "messages": [
-                    {"role": "user", "content": _format_prompt(each).rstrip("=")},
+                    {"role": "user", "content": _format_prompt(digits).rstrip("=")},
                     {"role": "assistant", "content": answer},
                 ]
             }
-            for each, answer in lessons[:100]
+            for digits, answer in lessons[:100]
         ],
         "pairs.jsonl": [
-            {"prompt": _format_prompt(each), "chosen": _format_answer(each), "rejected": wrong}
-            for each, wrong in slips
+            {"prompt": _format_prompt(digits), "chosen": _format_answer(digits), "rejected": wrong}
+            for digits, wrong in wrong_answers
         ],
         "prompts.jsonl": [
-            {"prompt": _format_prompt(each), "answer": _format_answer(each)} for each in sums
+            {"prompt": _format_prompt(digits), "answer": _format_answer(digits)} for digits in sums
         ],
     }
     contents = {}
-    for name, listed in rows.items():
-        contents[name] = "".join(json.dumps(row) + "\n" for row in listed).encode()
+    for name, file_rows in rows.items():
+        contents[name] = "".join(json.dumps(row) + "\n" for row in file_rows).encode()
     models = {"model": _build_sums_model(), "text-model": _build_text_model()}
     for folder, model_files in models.items():
         for name, content in model_files.items():
@@ -110,21 +106,24 @@ def build_files() -> dict[str, bytes]:
     return contents
 
 
-def _format_prompt(each: tuple[int, int]) -> str:
-    return f"{each[0]}+{each[1]}="
+def _format_prompt(digits: tuple[int, int]) -> str:
+    return f"{digits[0]}+{digits[1]}="
 
 
-def _format_answer(each: tuple[int, int]) -> str:
-    return str(sum(each))
+def _format_answer(digits: tuple[int, int]) -> str:
+    return str(sum(digits))
 
 
-def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
-    """Return a random wrong answer to the sum of the two digits in `each`.
-
-    The answer differs from the sum by at most 3.
-    """
+def _draw_wrong_answer(digits: tuple[int, int], generator: random.Random) -> str:
+    """Return a random wrong answer to the sum of `digits`, which differs by at most 3."""
     return str(
-        draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
+        generator.choice(
+            [
+                number
+                for number in range(max(0, sum(digits) - 3), sum(digits) + 4)
+                if number != sum(digits)
+            ]
+        )
     )
 
 
@@ -133,8 +132,8 @@ def _build_sums_model() -> dict[str, bytes]:
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     pattern = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    core = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
-    tokenizer = _build_tokenizer(vocabulary, SPECIAL_TOKENS, pattern, {"type": "Fuse"}, core)
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    tokenizer = _build_tokenizer(vocabulary, SPECIAL_TOKENS, pattern, {"type": "Fuse"}, model)
     return _build_model_files(
         SUMS_SHAPE, vocabulary, tokenizer, {**special, "chat_template": CHAT_TEMPLATE}
     )
@@ -149,14 +148,14 @@ def _build_text_model() -> dict[str, bytes]:
         token: i for i, token in enumerate([*TEXT_SPECIAL_TOKENS, *_list_byte_characters()])
     }
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    level = {
+    byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
         "use_regex": True,
     }
-    core = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    tokenizer = _build_tokenizer(vocabulary, TEXT_SPECIAL_TOKENS, level, level, core)
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    tokenizer = _build_tokenizer(vocabulary, TEXT_SPECIAL_TOKENS, byte_level, byte_level, model)
     return _build_model_files(
         TEXT_SHAPE, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE}
     )
@@ -168,28 +167,28 @@ def _list_byte_characters() -> list[str]:
     Printable bytes represent themselves. Other bytes are represented by characters from U+0100 on
     (Radford et al. 2019, GPT-2).
     """
-    printed = {
+    printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     }
     others = itertools.count(0x100)
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _build_model_files(
-    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
+    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, settings: dict[str, str]
 ) -> dict[str, bytes]:
     """Return the files of a Llama with random weights, keyed by file name.
 
-    `tokenizer` is the content of tokenizer.json. `named` has the special tokens and the chat
-    template, under their keys in tokenizer_config.json.
+    `tokenizer` is the content of tokenizer.json. `settings` are the special tokens and the chat
+    template, by their keys in tokenizer_config.json.
     """
     from safetensors.numpy import save
 
     ids = {}
     for name in ("bos", "eos", "pad"):
-        ids[f"{name}_token_id"] = vocabulary.get(named.get(f"{name}_token", ""))
+        ids[f"{name}_token_id"] = vocabulary.get(settings.get(f"{name}_token", ""))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -208,15 +207,15 @@ def _build_model_files(
         **ids,
         "dtype": "float32",
     }
-    more = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **named,
+        **settings,
         "model_max_length": shape.context,
     }
     return {
         "config.json": _encode_json(config),
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _encode_json(more),
+        "tokenizer_config.json": _encode_json(tokenizer_config),
         "model.safetensors": save(_draw_weights(shape, len(vocabulary)), metadata={"format": "pt"}),
     }
 
@@ -228,14 +227,14 @@ def _encode_json(value: Any) -> bytes:
 def _build_tokenizer(
     vocabulary: dict[str, int],
     special: Iterable[str],
-    pieces: Any,
+    pre_tokenizer: Any,
     decoder: Any,
-    core: dict[str, Any],
+    model: dict[str, Any],
 ) -> bytes:
     """Return the content of tokenizer.json.
 
-    `pieces`, `decoder` and `core` are the sections `pre_tokenizer`, `decoder` and `model` of the
-    file. `special` are the special tokens in `vocabulary`.
+    `pre_tokenizer`, `decoder` and `model` are sections of the file. `special` are the special
+    tokens in `vocabulary`.
     """
     flags = {
         "single_word": False,
@@ -253,38 +252,38 @@ def _build_tokenizer(
                 {"id": vocabulary[token], "content": token, **flags} for token in special
             ],
             "normalizer": None,
-            "pre_tokenizer": pieces,
+            "pre_tokenizer": pre_tokenizer,
             "post_processor": None,
             "decoder": decoder,
-            "model": core,
+            "model": model,
         }
     )
 
 
 def _draw_weights(shape: LlamaShape, vocabulary: int) -> dict[str, Any]:
-    """Return random weights for a Llama, keyed by parameter name.
+    """Return random float32 weights for a Llama, keyed by parameter name.
 
-    `RandomState` draws the same numbers in every version of numpy.
+    They are drawn with `RandomState`, which gives the same numbers in every version of numpy.
     """
     import numpy as np
 
-    draw = np.random.RandomState(SEED)
+    generator = np.random.RandomState(SEED)
     bound = 0.02 * 3**0.5
 
     def draw_matrix(rows: int, columns: int) -> Any:
-        return draw.uniform(-bound, bound, (rows, columns)).astype(np.float32)
+        return generator.uniform(-bound, bound, (rows, columns)).astype(np.float32)
 
-    hidden, narrow = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    hidden, kv_width = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
     weights = {"model.embed_tokens.weight": draw_matrix(vocabulary, hidden)}
     for layer in range(shape.layers):
-        own = f"model.layers.{layer}"
-        for name, rows in (("q", hidden), ("k", narrow), ("v", narrow), ("o", hidden)):
-            weights[f"{own}.self_attn.{name}_proj.weight"] = draw_matrix(rows, hidden)
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q", hidden), ("k", kv_width), ("v", kv_width), ("o", hidden)):
+            weights[f"{prefix}.self_attn.{name}_proj.weight"] = draw_matrix(rows, hidden)
         for name in ("gate", "up"):
-            weights[f"{own}.mlp.{name}_proj.weight"] = draw_matrix(shape.inner, hidden)
-        weights[f"{own}.mlp.down_proj.weight"] = draw_matrix(hidden, shape.inner)
+            weights[f"{prefix}.mlp.{name}_proj.weight"] = draw_matrix(shape.inner, hidden)
+        weights[f"{prefix}.mlp.down_proj.weight"] = draw_matrix(hidden, shape.inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{own}.{name}.weight"] = np.ones(hidden, np.float32)
+            weights[f"{prefix}.{name}.weight"] = np.ones(hidden, np.float32)
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
     if shape.tied:
         return weights
@@ -316,47 +315,47 @@ def main(argv: Sequence[str]) -> int:
     writing.add_argument("folder", type=Path, metavar="DIR", help="a new folder, such as data")
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
+    arguments = parser.parse_args(list(argv))
 
     file_contents = build_files()
-    if given.command == "write":
-        write_files(given.folder, file_contents)
-        print(f"written to {given.folder}:")
-    for name, what in DESCRIPTIONS.items():
-        parts = []
+    if arguments.command == "write":
+        write_files(arguments.folder, file_contents)
+        print(f"written to {arguments.folder}:")
+    for name, description in DESCRIPTIONS.items():
+        contents = []
         for path, content in file_contents.items():
             if path.split("/")[0] == name:
-                parts.append(content)
-        print(f"  {name:15}{format_size(sum(map(len, parts))):>8}  {what}")
+                contents.append(content)
+        print(f"  {name:15}{format_size(sum(map(len, contents))):>8}  {description}")
     print(
         "\nBegin with:"
-        if given.command == "write"
+        if arguments.command == "write"
         else "\nweft examples write data writes the files; then begin with:"
     )
     print(
         "  "
         + FIRST_COMMAND.replace(
-            "=data/", f"={given.folder if given.command == 'write' else 'data'}/"
+            "=data/", f"={arguments.folder if arguments.command == 'write' else 'data'}/"
         )
     )
     return 0
 
 
 def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
-    """Write the files that do not exist yet; `file_contents` maps paths in `folder` to contents.
+    """Write the files that do not exist; `file_contents` maps paths in `folder` to contents.
 
     Raises `ConfigError`, before anything is written, if a file exists with other content.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
-    other = []
+    conflicting = []
     for name, content in file_contents.items():
         if not _can_write(folder / name, content):
-            other.append(name)
-    if other:
+            conflicting.append(name)
+    if conflicting:
         raise ConfigError(
-            f"{folder} contains files that weft would overwrite ({', '.join(other[:4])}); name "
-            f"another folder, or remove them"
+            f"{folder} contains files that weft would overwrite ({', '.join(conflicting[:4])}); "
+            "name another folder, or remove them"
         )
     try:
         for name, content in file_contents.items():
@@ -370,7 +369,7 @@ def write_files(folder: Path, file_contents: dict[str, bytes]) -> None:
 
 
 def _can_write(path: Path, content: bytes) -> bool:
-    """Return whether `path` is missing or is a file that already has this content."""
+    """Return whether `path` does not exist or is a file with this content; a link is neither."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content

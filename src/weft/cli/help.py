@@ -63,6 +63,7 @@ SAMPLING_DATA_OPTIONS = (
 )
 POLICY = ("actor.dtype", "actor.lora.r", "actor.layout")
 
+# quickstart -> title of a group -> common options, which `--help` shows
 COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {
         "what": (*NAMES, "model.path"),
@@ -180,21 +181,25 @@ def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
     The result maps the title of each group to option names. If the class of `config` is defined by
     a user, the first group lists the options that this class adds.
     """
-    known = {leaf.name for leaf in iterate_options(config)}
-    chosen = {}
+    names_of_config = {leaf.name for leaf in iterate_options(config)}
+    options_by_group = {}
     for group, names in COMMON.get(config.algorithm, {}).items():
-        chosen[group] = tuple(dict.fromkeys(name for name in names if name in known))
-    # Options that no class of weft defines are the user's own.
-    kin = []
+        options_by_group[group] = tuple(
+            dict.fromkeys(name for name in names if name in names_of_config)
+        )
+    # Find the options that no class of weft defines: they are the user's.
+    weft_classes = []
     for cls in type(config).__mro__:
         if cls.__module__.startswith("weft.") and is_dataclass(cls):
-            kin.append(cls)
-    shipped = set()
-    for cls in kin:
+            weft_classes.append(cls)
+    weft_options = set()
+    for cls in weft_classes:
         for spec in fields(cls):
-            shipped.add(spec.name)
-    own = tuple(name for name in known if name.split(".")[0] not in shipped)
-    return ({"of this configuration": tuple(sorted(own))} if own else {}) | chosen
+            weft_options.add(spec.name)
+    user_options = tuple(name for name in names_of_config if name.split(".")[0] not in weft_options)
+    return (
+        {"of this configuration": tuple(sorted(user_options))} if user_options else {}
+    ) | options_by_group
 
 
 USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
@@ -215,15 +220,15 @@ FLAGS = {
     "--debug": "show the traceback of an error",
 }
 GRAMMAR = (
-    "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts with spaces, "
-    "commas or brackets: 'key=\"a, b\"'. ${other.option} means that option's value, ~key restores the default."
+    "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote "
+    "texts with spaces, commas or brackets: 'key=\"a, b\"'. ${other.option} means that option's "
+    "value, ~key restores the default."
 )
 OPTIMIZER = "optimizer"
 MAX_WIDTH = 160  # maximum columns; longer lines are hard to read
-# minimum terminal columns for the wide name column, which fits all common options
-WIDE_TERMINAL = 110
+WIDE_TERMINAL = 110  # minimum columns of the terminal for the wide name column
 NARROW_NAME_WIDTH = 24
-WIDE_NAME_WIDTH = 40  # width of the name column
+WIDE_NAME_WIDTH = 40  # fits the names of all common options
 MAX_BRIEF_LENGTH = 100  # maximum characters of a short description
 MAX_SUGGESTIONS = 8
 
@@ -242,7 +247,7 @@ class OptionSheet:
     def list_options(self) -> list[OptionDescription]:
         """Return the options of the configuration.
 
-        The optimizer options of untrained roles are left out, because they have no effect.
+        The optimizer options of roles that are not trained are left out: they have no effect.
         """
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
@@ -251,8 +256,8 @@ class OptionSheet:
         return result
 
     def _is_without_effect(self, name: str) -> bool:
-        role, _, rest = name.partition(".")
-        if not isinstance(self.config, RunConfig) or not rest.startswith(f"{OPTIMIZER}."):
+        role, _, role_option = name.partition(".")
+        if not isinstance(self.config, RunConfig) or not role_option.startswith(f"{OPTIMIZER}."):
             return False
         return (
             isinstance(getattr(self.config, role), ModelSpec)
@@ -260,34 +265,34 @@ class OptionSheet:
         )
 
     def format_title(self) -> list[str]:
-        about = textwrap.wrap(" ".join(describe_config(type(self.config))), self.width)
-        return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
+        description = textwrap.wrap(" ".join(describe_config(type(self.config))), self.width)
+        return [USAGE.format(name=self.name), "", *description, *([""] if description else [])]
 
     def format_section(
         self, title: str, options: Sequence[OptionDescription], *, brief: bool = False
     ) -> Iterator[str]:
         """Yield the lines of a section of the page: its title, and an entry for each option.
 
-        `brief` shortens the descriptions and leaves out the types.
+        If `brief` is True, descriptions are shortened and types are left out.
         """
-        left = WIDE_NAME_WIDTH if self.width >= WIDE_TERMINAL else NARROW_NAME_WIDTH
+        name_width = WIDE_NAME_WIDTH if self.width >= WIDE_TERMINAL else NARROW_NAME_WIDTH
         if isinstance(self.config, RunConfig):
-            spelled = map_spellings(self.config)
+            spellings = map_spellings(self.config)
         else:
-            spelled = {}
+            spellings = {}
         yield title
         for leaf in options:
             yield from self._format_entry(
                 leaf.name,
                 _describe_option(
-                    leaf, spelled.get(leaf.name, ()), self.list_required_options(), brief=brief
+                    leaf, spellings.get(leaf.name, ()), self.list_required_options(), brief=brief
                 ),
-                left,
+                name_width,
             )
         yield ""
 
-    def _format_entry(self, name: str, text: str, left: int) -> Iterator[str]:
-        indent = " " * (left + 4)
+    def _format_entry(self, name: str, text: str, name_width: int) -> Iterator[str]:
+        indent = " " * (name_width + 4)
         lines = textwrap.wrap(
             text,
             self.width,
@@ -295,16 +300,16 @@ class OptionSheet:
             subsequent_indent=indent,
             break_on_hyphens=False,
         )
-        if len(name) > left or not lines:
+        if len(name) > name_width or not lines:
             yield f"  {name}"
         else:
-            lines[0] = f"  {name:{left}}  {lines[0].strip()}"
+            lines[0] = f"  {name:{name_width}}  {lines[0].strip()}"
         yield from lines
 
     def format_flags(self, group: str) -> Iterator[str]:
-        for flag, what in FLAGS.items():
+        for flag, description in FLAGS.items():
             if dialects.is_flag_available(flag.split(" ")[0]):
-                yield from self._format_entry(flag, what.format(group=group), 18)
+                yield from self._format_entry(flag, description.format(group=group), 18)
         yield ""
         yield from textwrap.wrap(GRAMMAR, self.width, break_on_hyphens=False)
         yield ""
@@ -340,8 +345,12 @@ def format_quickstart_help(name: str, config: Any, group: str = "", width: int =
     options or groups.
     """
     sheet = OptionSheet(name, config, width)
-    if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):
-        lines = list(_format_common_options(sheet, chosen))
+    if (
+        not group
+        and isinstance(config, RunConfig)
+        and (options_by_group := find_common_options(config))
+    ):
+        lines = list(_format_common_options(sheet, options_by_group))
     elif group in ("", ALL_GROUPS):
         lines = list(_format_all_options(sheet))
     else:
@@ -350,11 +359,11 @@ def format_quickstart_help(name: str, config: Any, group: str = "", width: int =
 
 
 def _format_common_options(
-    sheet: OptionSheet, chosen: Mapping[str, Sequence[str]]
+    sheet: OptionSheet, options_by_group: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     by_name = {leaf.name: leaf for leaf in sheet.list_options()}
     yield from sheet.format_title()
-    for title, names in chosen.items():
+    for title, names in options_by_group.items():
         yield from sheet.format_section(title, [by_name[name] for name in names], brief=True)
     example = EXAMPLES.get(sheet.config.algorithm)
     if example is not None:
@@ -365,15 +374,15 @@ def _format_common_options(
         yield ""
     yield "more"
     all_help = f"weft quickstart {sheet.name} --help all"
-    one = sheet.config.generation or sheet.config.algorithm or "dataset"
-    rest = {
+    example_group = sheet.config.generation or sheet.config.algorithm or "dataset"
+    hints = {
         all_help: f"every option ({len(by_name)})",
-        f"weft quickstart {sheet.name} --help {one}": f"one group: {', '.join(list_groups(by_name))}",
+        f"weft quickstart {sheet.name} --help {example_group}": f"one group: {', '.join(list_groups(by_name))}",
         "--dry-run, --cfg job": "at the end of a command: print the plan, or the configuration, and stop",
     }
-    left = max(map(len, rest))
-    for name, what in rest.items():
-        yield from sheet._format_entry(name, what, left)
+    name_width = max(map(len, hints))
+    for name, hint in hints.items():
+        yield from sheet._format_entry(name, hint, name_width)
 
 
 def split_command(words: Sequence[str], width: int) -> Iterator[str]:
@@ -392,9 +401,9 @@ def _format_all_options(sheet: OptionSheet) -> Iterator[str]:
     names = list_groups([leaf.name for leaf in options])
     yield from sheet.format_title()
     yield from sheet.format_flags("dataset" if "dataset" in names else (names or ["GROUP"])[0])
-    own = [leaf for leaf in options if "." not in leaf.name]
-    if own:
-        yield from sheet.format_section("run and algorithm", own)
+    ungrouped = [leaf for leaf in options if "." not in leaf.name]
+    if ungrouped:
+        yield from sheet.format_section("run and algorithm", ungrouped)
     for group in names:
         yield from sheet.format_section(
             group, [leaf for leaf in options if leaf.name.startswith(f"{group}.")]
@@ -424,40 +433,29 @@ def _build_group_error(
             f"--help {group}: {role} is not trained in {sheet.name}, and has no optimizer"
         )
     if isinstance(sheet.config, RunConfig):
-        spelled = map_spellings(sheet.config)
+        spellings = map_spellings(sheet.config)
     else:
-        spelled = {}
-    close = [leaf for leaf in options if group in spelled.get(leaf.name, ())]
-    words = []
+        spellings = {}
+    respelled = [leaf for leaf in options if group in spellings.get(leaf.name, ())]
+    whole_words = []
     for leaf in options:
         if group in leaf.name.replace("_", ".").split("."):
-            words.append(leaf)
-    inside = [leaf for leaf in options if group in leaf.name]
-    matching = list({leaf.name: leaf for leaf in (*close, *words, *inside)}.values())
+            whole_words.append(leaf)
+    substrings = [leaf for leaf in options if group in leaf.name]
+    matching = list({leaf.name: leaf for leaf in (*respelled, *whole_words, *substrings)}.values())
     if matching:
-        listed = [
-            f"  {leaf.name}: {shorten_to_clause(leaf.help)}" for leaf in matching[:MAX_SUGGESTIONS]
-        ]
+        lines = [f"--help {group}: no such group; options with this in their name:"]
+        for leaf in matching[:MAX_SUGGESTIONS]:
+            lines.append(f"  {leaf.name}: {shorten_to_clause(leaf.help)}")
         if len(matching) > MAX_SUGGESTIONS:
-            more = [f"  and {len(matching) - MAX_SUGGESTIONS} more"]
-        else:
-            more = []
-        return ConfigError(
-            "\n".join(
-                [f"--help {group}: no such group; options with this in their name:", *listed, *more]
-            )
-        )
-    parts = [name.split(".") for name in names]
-    groups = sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
-    near = find_nearest(group, [*groups, *names])
-    return ConfigError(
-        f"--help {group}: no such group; "
-        + (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"groups: {', '.join(list_groups(names))}"
-        )
-    )
+            lines.append(f"  and {len(matching) - MAX_SUGGESTIONS} more")
+        return ConfigError("\n".join(lines))
+    similar = find_nearest(group, [*sorted(list_nested_groups(names)), *names])
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"groups: {', '.join(list_groups(names))}"
+    return ConfigError(f"--help {group}: no such group; {hint}")
 
 
 def list_groups(names: Iterable[str]) -> list[str]:
@@ -465,21 +463,34 @@ def list_groups(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 
+def list_nested_groups(names: Iterable[str]) -> list[str]:
+    """Return all groups in dotted names, such as `actor` and `actor.optimizer`, without repeats.
+
+    They are in the order in which they first occur.
+    """
+    groups: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            groups[".".join(parts[:depth])] = None
+    return list(groups)
+
+
 def _describe_option(
-    leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
+    leaf: OptionDescription, spellings: Sequence[str], required: Sequence[str], *, brief: bool
 ) -> str:
     """Return an option's description, with its type, default and other spellings in brackets.
 
-    `spelled` are the other spellings, and `needed` are the names of all required options. `brief`
-    shortens the description and leaves out the type.
+    `spellings` are the other spellings, and `required` are the names of all required options. If
+    `brief` is True, the description is shortened and the type is left out.
     """
     facts = [] if brief else [leaf.type]
-    if leaf.name in needed and leaf.default in (None, ""):
+    if leaf.name in required and leaf.default in (None, ""):
         facts.append("required")
     elif not brief or leaf.default not in (None, "", [], {}):
         facts.append(f"default {format_value(leaf.default)}")
-    if spelled:
-        facts.append(f"also: {', '.join(spelled)}")
+    if spellings:
+        facts.append(f"also: {', '.join(spellings)}")
     text = shorten_to_clause(leaf.help) if brief else leaf.help
     return f"{text} [{'; '.join(facts)}]" if facts else text
 
@@ -487,7 +498,7 @@ def _describe_option(
 def shorten_to_clause(text: str) -> str:
     """Shorten a help text of more than `MAX_BRIEF_LENGTH` characters to its first clause.
 
-    A clause that is still too long is cut at the last comma within the limit, if it has one.
+    A clause that is too long is cut at the last comma within the limit, if there is one.
     """
     if len(text) <= MAX_BRIEF_LENGTH:
         return text

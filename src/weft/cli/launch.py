@@ -16,7 +16,7 @@ from weft.launch import tpu
 from weft.launch.gcloud import PYTHON, TpuPod
 from weft.launch.tpu_host import LIBTPU_SETTINGS
 
-DEFAULT_RETRIES = 60  # of --retry without a number: about ten hours
+DEFAULT_RETRIES = 60  # retries of `--retry` without a number, about ten hours
 SUBCOMMANDS = {
     "create": "create a pod, and with --retry wait for capacity",
     "ssh": "open a shell on a host, or pass a text to the shell of one or all",
@@ -29,7 +29,7 @@ SUBCOMMANDS = {
     "stop": "end the run's processes, and show what still holds the devices",
     "delete": "delete a pod and all files on its hosts",
 }
-WITH_WORDS = ("run", "start")  # subcommands with a command after --
+WITH_WORDS = ("run", "start")  # subcommands that take a command after --
 EPILOG = """examples, with POD="--name tulu --zone us-central2-b":
   weft launch tpu create $POD --accelerator-type v4-32 --version tpu-ubuntu2204-base --retry
   weft launch tpu install $POD
@@ -51,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for wrong arguments, and if gcloud or a host fails.
     """
-    words = list(argv)
-    command_line = words[: words.index("--")] if "--" in words else words
-    run_words = words[len(command_line) + 1 :]
+    all_words = list(argv)
+    command_line = all_words[: all_words.index("--")] if "--" in all_words else all_words
+    run_words = all_words[len(command_line) + 1 :]
     parser = CommandParser(prog="weft launch", description=__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    pods = kinds.add_parser(
+    subcommands = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    pods = subcommands.add_parser(
         "tpu",
         help="TPU pods: create, install, check, run, start, logs, stop, delete",
         description="Create TPU pods with gcloud and run weft on all of their hosts.",
@@ -64,29 +64,29 @@ def main(argv: Sequence[str]) -> int:
     )
     commands = pods.add_subparsers(dest="command", metavar="COMMAND")
     _add_subcommands(commands)
-    # argparse would list all names for a misspelled one, and says nothing about the nearest.
+    # Check the names first: for a misspelled one, argparse lists all names, not the nearest.
     _check_name(command_line, 0, "kind of machine", ["tpu"])
     _check_name(command_line, 1, "command of weft launch tpu", SUBCOMMANDS)
-    given = parser.parse_args(command_line)
-    if given.command is None:
+    arguments = parser.parse_args(command_line)
+    if arguments.command is None:
         pods.print_help()
         return 2
-    if given.command in WITH_WORDS:
-        given.words = run_words
-    elif "--" in words:
+    if arguments.command in WITH_WORDS:
+        arguments.words = run_words
+    elif "--" in all_words:
         raise ConfigError(
-            f"weft launch tpu {given.command}: only {' and '.join(WITH_WORDS)} take a command "
+            f"weft launch tpu {arguments.command}: only {' and '.join(WITH_WORDS)} take a command "
             "after --"
         )
     pod = TpuPod(
-        given.name,
-        given.zone or None,
-        given.project or None,
-        given.print_only,
-        getattr(given, "python", PYTHON),
+        arguments.name,
+        arguments.zone or None,
+        arguments.project or None,
+        arguments.print_only,
+        getattr(arguments, "python", PYTHON),
     )
-    run: Callable[[TpuPod, argparse.Namespace], str | int] = given.run
-    result = run(pod, given)
+    run: Callable[[TpuPod, argparse.Namespace], str | int] = arguments.run
+    result = run(pod, arguments)
     if isinstance(result, int):
         return result
     if result:
@@ -95,29 +95,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_name(
-    words: Sequence[str], index: int, kind: str, known: Sequence[str] | dict[str, str]
+    words: Sequence[str], index: int, kind: str, known_names: Sequence[str] | dict[str, str]
 ) -> None:
-    """Raise `ConfigError` with the nearest name if the word at `index` is not a known name."""
-    if len(words) > index and not words[index].startswith("-") and words[index] not in known:
-        raise build_unknown_name_error(kind, words[index], known)
+    """Raise `ConfigError`, with the nearest name, if the word at `index` is not in `known_names`.
+
+    `kind` describes the names in the message. Flags and missing words are not checked.
+    """
+    if len(words) > index and not words[index].startswith("-") and words[index] not in known_names:
+        raise build_unknown_name_error(kind, words[index], known_names)
 
 
 def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     parsers = {}
-    for name, what in SUBCOMMANDS.items():
+    for name, description in SUBCOMMANDS.items():
         parsers[name] = commands.add_parser(
-            name, help=what, description=f"{what[0].upper()}{what[1:]}."
+            name, help=description, description=f"{description[0].upper()}{description[1:]}."
         )
         parsers[name].set_defaults(run=RUNNERS[name])
         _add_pod(parsers[name])
-    creating = parsers["create"]
-    creating.add_argument(
+    create_parser = parsers["create"]
+    create_parser.add_argument(
         "--accelerator-type", required=True, metavar="TYPE", help="type and size, such as v4-32"
     )
-    creating.add_argument(
+    create_parser.add_argument(
         "--version", required=True, help="software of the hosts, such as tpu-ubuntu2204-base"
     )
-    creating.add_argument(
+    create_parser.add_argument(
         "--retry",
         type=int,
         nargs="?",
@@ -127,7 +130,7 @@ def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> Non
         help="try again up to N times if the zone has no capacity (--retry alone: "
         f"{DEFAULT_RETRIES} times)",
     )
-    creating.add_argument(
+    create_parser.add_argument(
         "--retry-wait",
         type=float,
         default=30.0,
@@ -165,7 +168,7 @@ def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> Non
 
 
 def _add_run_options(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the options of the commands that look after the devices and a run on the hosts."""
+    """Add the options of the commands for the devices of the hosts, and for a run on them."""
     parsers["check"].add_argument(
         "--timeout",
         type=_parse_seconds,
@@ -173,16 +176,16 @@ def _add_run_options(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="for JAX (default 180)",
     )
-    starting = parsers["start"]
-    starting.usage = (
+    start_parser = parsers["start"]
+    start_parser.usage = (
         f"weft launch tpu start --name NAME [options] -- {'|'.join(tpu.RUN_COMMANDS)} ..."
     )
-    starting.add_argument(
+    start_parser.add_argument(
         "--libtpu",
         choices=tuple(LIBTPU_SETTINGS),
         help="named LIBTPU_INIT_ARGS; guide: those of EasyLM's guide (default: none)",
     )
-    starting.add_argument(
+    start_parser.add_argument(
         "--env-file",
         type=Path,
         metavar="FILE",
@@ -238,19 +241,19 @@ def _parse_seconds(text: str) -> float:
     return value
 
 
-def _create(pod: TpuPod, given: argparse.Namespace) -> str:
-    retry = tpu.RetryPlan(given.retry, given.retry_wait)
-    return tpu.create(pod, given.accelerator_type, given.version, retry)
+def _create(pod: TpuPod, arguments: argparse.Namespace) -> str:
+    retry = tpu.RetryPlan(arguments.retry, arguments.retry_wait)
+    return tpu.create(pod, arguments.accelerator_type, arguments.version, retry)
 
 
-def _show_logs(pod: TpuPod, given: argparse.Namespace) -> str:
-    if given.lines < 0:
-        raise ConfigError(f"--lines {given.lines}: must be at least 0 (no lines)")
-    return tpu.show_logs(pod, given.worker, given.lines, follow=given.follow)
+def _show_logs(pod: TpuPod, arguments: argparse.Namespace) -> str:
+    if arguments.lines < 0:
+        raise ConfigError(f"--lines {arguments.lines}: must be at least 0 (no lines)")
+    return tpu.show_logs(pod, arguments.worker, arguments.lines, follow=arguments.follow)
 
 
-def _delete(pod: TpuPod, given: argparse.Namespace) -> str:
-    if not given.yes and not pod.print_only:
+def _delete(pod: TpuPod, arguments: argparse.Namespace) -> str:
+    if not arguments.yes and not pod.print_only:
         if not sys.stdin.isatty():
             raise ConfigError(f"delete: nobody can be asked here; add --yes to delete {pod.name}")
         answer = input(f"delete pod {pod.name} and all files on its hosts? [y/N] ")
@@ -259,17 +262,22 @@ def _delete(pod: TpuPod, given: argparse.Namespace) -> str:
     return tpu.delete(pod)
 
 
+# subcommand -> function that runs it and returns the text to print, or the exit code
 RUNNERS: dict[str, Callable[[TpuPod, argparse.Namespace], str | int]] = {
     "create": _create,
-    "ssh": lambda pod, given: tpu.open_ssh(pod, given.worker, given.text),
-    "run": lambda pod, given: tpu.run_command(pod, given.worker, given.words),
-    "install": lambda pod, given: tpu.install(pod, given.worker, given.source, given.extras),
-    "check": lambda pod, given: tpu.check(pod, given.worker, given.timeout),
-    "clean": lambda pod, given: tpu.clean(pod, given.worker),
-    "start": lambda pod, given: tpu.start(
-        pod, tpu.PodRun(given.words, given.libtpu, given.env_file)
+    "ssh": lambda pod, arguments: tpu.open_ssh(pod, arguments.worker, arguments.text),
+    "run": lambda pod, arguments: tpu.run_command(pod, arguments.worker, arguments.words),
+    "install": lambda pod, arguments: tpu.install(
+        pod, arguments.worker, arguments.source, arguments.extras
+    ),
+    "check": lambda pod, arguments: tpu.check(pod, arguments.worker, arguments.timeout),
+    "clean": lambda pod, arguments: tpu.clean(pod, arguments.worker),
+    "start": lambda pod, arguments: tpu.start(
+        pod, tpu.PodRun(arguments.words, arguments.libtpu, arguments.env_file)
     ),
     "logs": _show_logs,
-    "stop": lambda pod, given: tpu.stop(pod, given.worker, given.timeout, now=given.now),
+    "stop": lambda pod, arguments: tpu.stop(
+        pod, arguments.worker, arguments.timeout, now=arguments.now
+    ),
     "delete": _delete,
 }

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.named_run import name_place, open_root
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, split_names
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.observe.metrics import find_title, format_number
 from weft.observe.run_list import RunSummary, count_tree_bytes, list_runs
@@ -35,9 +35,8 @@ COLORS = {
     "unfinished": "yellow",
 }
 DEMO_STATUS_ORDER = ("running", "failed", "unfinished", "stopped", "finished")
-# names of `weft demo` folders, and of its files next to the runs
-DEMO_FOLDER = re.compile(r"demo(-\d+)?")
-MATERIAL = "material"
+DEMO_FOLDER = re.compile(r"demo(-\d+)?")  # names of the folders of `weft demo`
+MATERIAL = "material"  # folder in them with data and a model
 WIDE_TERMINAL = 110  # minimum columns for showing less important columns
 PIPED_WIDTH = 200  # width if the output is not a terminal and COLUMNS is not set
 MIN_NAME_WIDTH = 24  # a run's name keeps this width before other columns are dropped
@@ -95,26 +94,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--json", action="store_true", help="print JSON: one object per run, with exact numbers"
     )
-    given = parser.parse_args(list(argv))
-    if given.sort not in SORT_KEYS:
-        raise build_unknown_name_error("--sort", given.sort, SORT_KEYS)
+    arguments = parser.parse_args(list(argv))
+    if arguments.sort not in SORT_KEYS:
+        raise build_unknown_name_error("--sort", arguments.sort, SORT_KEYS)
     # Choose the runs and their order.
-    root = open_root(given.root)
-    filtered = bool(given.status or given.algorithm)
-    runs = select_runs(root, _split_words(given.status), _split_words(given.algorithm))
-    if not given.json and not filtered:
+    root = open_root(arguments.root)
+    is_filtered = bool(arguments.status or arguments.algorithm)
+    runs = select_runs(root, split_names([arguments.status]), split_names([arguments.algorithm]))
+    if not arguments.json and not is_filtered:
         runs = fold_demos(runs, root)
-    runs.sort(key=SORT_KEYS[given.sort])
-    if given.reverse:
+    runs.sort(key=SORT_KEYS[arguments.sort])
+    if arguments.reverse:
         runs.reverse()
-    # Print them as JSON, or as a table with a line for each run that a check flags.
-    if given.json:
+    # Print JSON, or a table and a line for each run with a warning.
+    if arguments.json:
         print(json.dumps([asdict(run) | {"path": name_place(run.path)} for run in runs], indent=1))
     elif runs:
         terminal = sys.stdout.isatty()
         columns = os.environ.get("COLUMNS", "")
-        piped = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
-        console = Console(width=None if terminal else piped, highlight=False)
+        piped_width = int(columns) if columns.isdecimal() and int(columns) else PIPED_WIDTH
+        console = Console(width=None if terminal else piped_width, highlight=False)
         console.print(build_table(runs, console.width))
         for demo in (run.path for run in runs if not run.trial):
             console.print(
@@ -129,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
                 )
                 console.print(line, soft_wrap=not terminal)
     else:
-        print(f"no run in {given.root}" + (" is like that" if filtered else ""))
+        print(f"no run in {arguments.root}" + (" matches the filters" if is_filtered else ""))
     return 0
 
 
@@ -158,7 +157,7 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
 
 
 def count_bytes(folder: Path) -> int:
-    """Return the size of a folder's files; in a view of a bucket, of those in the bucket."""
+    """Return the bytes of a folder's files or, for a view, of the files in the bucket."""
     in_bucket = count_view_bytes(folder)
     return count_tree_bytes(folder) if in_bucket is None else in_bucket
 
@@ -177,19 +176,18 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
             and folder.resolve() != root.resolve()
         ):
             demo_runs.setdefault(folder, []).append(run)
-    alone = []
+    other_runs = []
     for run in runs:
-        if not any(run in each for each in demo_runs.values()):
-            alone.append(run)
-    return alone + [_summarize_demo(folder, each) for folder, each in demo_runs.items()]
+        if not any(run in demo for demo in demo_runs.values()):
+            other_runs.append(run)
+    return other_runs + [_summarize_demo(folder, demo) for folder, demo in demo_runs.items()]
 
 
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    The summary has the total size and the newest metric. If the runs differ in status, the status
-    of the summary is the first of these that any run has: running, failed, unfinished, stopped,
-    finished.
+    The summary has the total size, the newest metric, and the first status in `DEMO_STATUS_ORDER`
+    that any of the runs has.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])
@@ -218,7 +216,7 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
     """Return a table with one row per run that fits in `width` columns.
 
     Wide tables also show the full metric name and the time of the last write. Narrow tables leave
-    out less important columns, so that run names need not be shortened.
+    out less important columns, so that run names are not shortened.
     """
     rows = [_format_cells(run) for run in runs]
     if rows:
@@ -228,28 +226,28 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
                 names.append(name)
     else:
         names = ["run"]
-    lengths = {}
+    widths = {}
     for name in names:
-        lengths[name] = max(len(name), *(len(row[name]) for row in rows))
-    needed = {}
-    for name, length in lengths.items():
-        needed[name] = min(length, MIN_NAME_WIDTH) if name in TRUNCATABLE_COLUMNS else length
-    for lesser in DROPPABLE_COLUMNS:
-        if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
-            names.remove(lesser)
+        widths[name] = max(len(name), *(len(row[name]) for row in rows))
+    min_widths = {}
+    for name, length in widths.items():
+        min_widths[name] = min(length, MIN_NAME_WIDTH) if name in TRUNCATABLE_COLUMNS else length
+    for dropped in DROPPABLE_COLUMNS:
+        if sum(min_widths[name] + GAP for name in names) - GAP > width and dropped in names:
+            names.remove(dropped)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for name in names:
         if name == "run":
-            table.add_column(name, overflow="fold", min_width=needed[name])
+            table.add_column(name, overflow="fold", min_width=min_widths[name])
         else:
-            right = name in ("steps", "size", "age")
+            is_number = name in ("steps", "size", "age")
             table.add_column(
-                name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left"
+                name, no_wrap=True, overflow="ellipsis", justify="right" if is_number else "left"
             )
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if run.is_flagged else COLORS.get(run.status, "")
-        texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
-        table.add_row(*texts)
+        cells = (Text(row[name], style=colour if name == "status" else "") for name in names)
+        table.add_row(*cells)
     return table
 
 
@@ -288,16 +286,12 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def format_age(changed: float | None) -> str:
-    """Format the time that has passed since the Unix time `changed`, such as 4 min."""
-    if changed is None:
+def format_age(changed_at: float | None) -> str:
+    """Format the time since the Unix time `changed_at`, such as `4 min`."""
+    if changed_at is None:
         return UNKNOWN
-    seconds = max(0.0, time.time() - changed)
+    seconds = max(0.0, time.time() - changed_at)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _split_words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]

@@ -1,4 +1,4 @@
-"""The `weft` command: runs a subcommand and turns errors into a message and an exit code.
+"""The `weft` command: run a subcommand, and convert errors to a message and an exit code.
 
 Exit codes: 0 success, 1 the run failed, 2 unusable input, 130 stopped by Ctrl-C, 141 the process
 that reads the output has ended, 143 stopped by `weft stop`.
@@ -78,23 +78,24 @@ GLOBAL_FLAGS = {
     "--help": "this list",
     "--debug": "with any command: show the traceback of an error",
 }
+# commands that refuse to run under another program's launcher, such as torchrun
 TRAINING_COMMANDS = ("quickstart", "start", "demo", "easylm")
-# commands that need no arguments; the others print their help without any
+# commands that run without arguments; without arguments, the others print their help
 ARGUMENT_FREE_COMMANDS = ("quickstart", "demo", "ls", "dashboard")
-SUPERVISED_COMMANDS = ("quickstart", "start", "easylm")
+SUPERVISED_COMMANDS = ("quickstart", "start", "easylm")  # their `main` takes `supervise`
 HELP_WORDS = ("--help", "-h", "help")
 INTERRUPTED_CODE = 130
 UNREAD_OUTPUT_CODE = 141  # 128 + SIGPIPE, as in other programs
-FIRST_RANK_SECONDS = 5.0
+FIRST_RANK_SECONDS = 5.0  # time that other ranks wait while rank 0 prints an error
 WORKER_THREAD = "weft-worker"  # thread that executes a run's model function calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    If `argv` is None, the arguments of the process are used, and the function may end the process
-    instead of returning. It does so if a supervisor has started the process, or if the run has
-    failed but one of its threads is still executing a model call.
+    If `argv` is None, the arguments of the process are used. In this case, the process is ended
+    instead of returning if a supervisor has started it, or if the run has failed while one of its
+    threads still executes a model call.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
     """Remove empty OpenMP variables from `environment`.
 
-    OpenMP would print a warning for each of them when torch is imported.
+    OpenMP would print a warning for each of them on the import of torch.
     """
     for name in [
         name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
@@ -129,10 +130,9 @@ def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
 
 
 def _end_if_still_running(code: int) -> None:
-    """End the process immediately if a worker thread is still running after a failure.
+    """End the process with the exit code `code` if a worker thread is still running.
 
-    The exit code is `code`. A normal exit while such a thread runs would abort the interpreter with
-    code 134.
+    A normal exit during a model call would abort the interpreter with code 134.
     """
     if any(thread.name == WORKER_THREAD and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -152,19 +152,21 @@ def format_usage() -> str:
     lines = ["weft COMMAND ...    (weft COMMAND --help says more)"]
     for group, commands in COMMAND_GROUPS.items():
         lines += ["", group]
-        for name, what in commands.items():
+        for name, description in commands.items():
             lines += textwrap.wrap(
-                what, width, initial_indent=f"  {name:12} ", subsequent_indent=" " * 15
+                description, width, initial_indent=f"  {name:12} ", subsequent_indent=" " * 15
             )
-    return "\n".join([*lines, "", *(f"  {flag:12} {what}" for flag, what in GLOBAL_FLAGS.items())])
+    return "\n".join(
+        [*lines, "", *(f"  {flag:12} {description}" for flag, description in GLOBAL_FLAGS.items())]
+    )
 
 
 def run_guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     """Run `command` on `words` and return its exit code.
 
-    If it fails, a message is printed to standard error, and with `--debug` in `words` the
-    traceback. If the process that reads the output has ended, as in `weft ... | head`, nothing is
-    printed.
+    If it fails, a message is printed to standard error; with `--debug` in `words`, the traceback is
+    also printed. If the process that reads the output has ended, as in `weft ... | head`, nothing
+    is printed.
     """
     try:
         return command(words)
@@ -181,7 +183,7 @@ def run_guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -
         return code
     finally:
         for stream in (sys.stdout, sys.stderr):
-            # Flushing the remaining output would fail when the interpreter exits.
+            # Redirect closed streams, because flushing them fails when the interpreter exits.
             if _is_reader_gone(stream):
                 with suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -201,13 +203,13 @@ def _is_reader_gone(stream: TextIO) -> bool:
 
 
 def _explain_failure(error: KeyboardInterrupt | Exception, words: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code and the message for the exception of the command `words`."""
+    """Return (exit code, message) for an exception raised by the command `words`."""
     if isinstance(error, KeyboardInterrupt):
         if words[:1] and words[0] in SUPERVISED_COMMANDS:
-            again = "; rerun the same command to start or resume the run"
+            hint = "; rerun the same command to start or resume the run"
         else:
-            again = ""
-        return INTERRUPTED_CODE, _wrap_text(f"stopped at once{again}")
+            hint = ""
+        return INTERRUPTED_CODE, _wrap_text(f"stopped at once{hint}")
     if isinstance(error, UserError):
         return 2, f"error: {error}"
     if isinstance(error, Interrupted):
@@ -239,18 +241,18 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     supervise that process.
     """
     name = words[0]
-    rest = [word for word in words[1:] if word != "--debug"]
+    arguments = [word for word in words[1:] if word != "--debug"]
     if name not in {*COMMANDS, *dialects.COMMANDS}:
         raise build_unknown_name_error("command", name, COMMANDS)
     check_working_directory()
     if name in TRAINING_COMMANDS:
         from weft.launch import other_launchers
 
-        started = other_launchers.detect_launcher(os.environ)
-        if started is not None and started.rank == 0:
-            raise ConfigError(started.format_message(words))
-        if started is not None:
-            # Launchers kill all processes when the first one ends, so the first prints the error.
+        launched_process = other_launchers.detect_launcher(os.environ)
+        if launched_process is not None and launched_process.rank == 0:
+            raise ConfigError(launched_process.format_message(words))
+        if launched_process is not None:
+            # Launchers kill all processes when one ends, so wait until rank 0 has printed the error.
             time.sleep(FIRST_RANK_SECONDS)
             return 2
     if name in dialects.COMMANDS:
@@ -258,13 +260,13 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     else:
         module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
-    if not rest and name not in ARGUMENT_FREE_COMMANDS:
+    if not arguments and name not in ARGUMENT_FREE_COMMANDS:
         with suppress(SystemExit):
             command(["--help"])
         return 2
     if name in SUPERVISED_COMMANDS:
-        return command(rest, supervise=supervise)
-    return command(rest)
+        return command(arguments, supervise=supervise)
+    return command(arguments)
 
 
 if __name__ == "__main__":

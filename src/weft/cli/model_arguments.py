@@ -1,4 +1,4 @@
-"""Arguments and messages of the commands that load models, such as `weft sample` and `weft chat`."""
+"""Arguments and messages of commands that load models, such as `weft sample` and `weft chat`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is loaded."""
+    """Add the options for loading a model: backend, device, dtype and quantization."""
     parser.add_argument(
         "--backend",
         default=AUTO,
@@ -46,14 +46,16 @@ def add_template_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
-    """Open a policy, with the chat template of `--chat-template` if that is given.
+def load_policy(name: str, arguments: argparse.Namespace) -> OpenedModel:
+    """Load a policy, with the chat template of `--chat-template` if it is set.
 
-    If `name` is the name of a run, the run's newest checkpoint is opened. Raises `UserError` for a
-    model that is not a policy.
+    If `name` is a run, its newest checkpoint is loaded. Raises `UserError` for a model that is not
+    a policy.
     """
     return _print_notes(
-        open_policy(_build_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
+        open_policy(
+            _build_spec(name, arguments, ModelQuery("MODEL", POLICIES), arguments.chat_template)
+        )
     )
 
 
@@ -66,13 +68,13 @@ def check_policies(names: Iterable[str]) -> None:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 
 
-def check_chat_templates(names: Iterable[str], given: argparse.Namespace) -> None:
+def check_chat_templates(names: Iterable[str], arguments: argparse.Namespace) -> None:
     """Raise `NoTemplate` if a policy in `names` has no chat template; no weights are loaded."""
     from weft.evaluation.models import load_policy_tokenizer
 
     for name in names:
         model = find_model(name, ModelQuery("MODEL", POLICIES))
-        tokenizer = TokenizerSpec(chat_template=given.chat_template)
+        tokenizer = TokenizerSpec(chat_template=arguments.chat_template)
         spec = ModelSpec(path=model.path, tokenizer=tokenizer)
         try:
             load_policy_tokenizer(spec).check_template()
@@ -80,33 +82,36 @@ def check_chat_templates(names: Iterable[str], given: argparse.Namespace) -> Non
             raise NoTemplate(f"{name}: {error}") from error
 
 
-def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
-    """Open a reward model with its own tokenizer and chat template.
+def load_scorer(name: str, arguments: argparse.Namespace, option: str = "--reward") -> OpenedModel:
+    """Load a reward model with its own tokenizer and chat template.
 
-    If `name` is the name of a run, the run's newest checkpoint is opened. `option` is the flag to
-    name in error messages. Raises `UserError` for a model that is not a reward model.
+    If `name` is a run, its newest checkpoint is loaded. `option` is the flag to name in error
+    messages. Raises `UserError` for a model that is not a reward model.
     """
-    return _print_notes(open_scorer(_build_spec(name, given, ModelQuery(option, SCORERS), None)))
+    return _print_notes(
+        open_scorer(_build_spec(name, arguments, ModelQuery(option, SCORERS), None))
+    )
 
 
 def _build_spec(
-    name: str, given: argparse.Namespace, wanted: ModelQuery, template: str | None
+    name: str, arguments: argparse.Namespace, query: ModelQuery, template: str | None
 ) -> ModelSpec:
-    model = find_model(name, wanted)
+    model = find_model(name, query)
     if model.note:
         print_note(model.note)
     tokenizer = TokenizerSpec(chat_template=template)
     return ModelSpec(
         path=model.path,
-        backend=given.backend,
-        device=given.device,
-        dtype=given.dtype,
-        quantize=given.quantize,
+        backend=arguments.backend,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
         tokenizer=tokenizer,
     )
 
 
 def _print_notes(opened: OpenedModel) -> OpenedModel:
+    """Print the notes about a loaded model, and return the model."""
     for note in opened.notes:
         print_note(note)
     return opened
@@ -118,11 +123,11 @@ def print_note(text: str) -> None:
 
 
 @contextmanager
-def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar titled `label` on standard error, if that is a terminal.
+def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar titled `title`, if standard error is a terminal.
 
     Yields a function that updates the bar; its arguments are the number of finished items and the
-    total.
+    total number.
     """
     from rich.console import Console
     from rich.progress import (
@@ -143,5 +148,5 @@ def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(label, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.cli.parsing import split_names
 from weft.cli.stacked_data import NO_SETTINGS, NamedDataSettings
 from weft.data.datasets.base import TokenizedDataset
 from weft.data.loader import LoadedData, assign_unique_names
@@ -33,22 +34,18 @@ from weft.writing import replace_file
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTING_HINT = "weft data counts --datasets all lists the datasets, weft config ls the sections"
-NAMED_TEXT_COLUMNS = ("text", "prompt")  # text columns in rows of named datasets
-ALL_TEXT_COLUMNS = (
-    "text",
-    *PROMPT_KEYS,
-    *ANSWER_KEYS,
-    "chosen",
-    "rejected",
-)  # text columns in any rows
-PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subsampled
+NAMED_TEXT_COLUMNS = ("text", "prompt")  # text columns of named datasets
+ALL_TEXT_COLUMNS = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # of other data
+PER_EPOCH = "epoch_counts"  # column with the training rows per epoch, if sources are subsampled
 
 
 @dataclass(frozen=True)
 class DatasetCounts:
     """Counts for one dataset: rows, rows per epoch, and messages per language.
 
-    The language of a message is read from the row or detected from the text.
+    `train` and `evaluation` are numbers of rows, `per_epoch` is the number of training rows per
+    epoch, and `unreadable` is the number of rows that cannot be read. The language of a message is
+    read from the row or detected from its text.
     """
 
     name: str
@@ -58,13 +55,13 @@ class DatasetCounts:
     per_epoch: int = 0
     unreadable: int = 0
 
-    def to_table_cells(self, drawn: bool) -> list[int]:
+    def to_table_cells(self, is_sampled: bool) -> list[int]:
         """Return the numbers of training rows, validation rows, and all rows.
 
-        If `drawn` is True, the number of rows per epoch follows.
+        If `is_sampled` is True, the number of rows per epoch follows.
         """
         counts = [self.train, self.evaluation, self.train + self.evaluation]
-        return [*counts, self.per_epoch] if drawn else counts
+        return [*counts, self.per_epoch] if is_sampled else counts
 
 
 def resolve_sources(
@@ -74,12 +71,9 @@ def resolve_sources(
 
     Each of `words` is the name of a dataset, the name of a config section that lists datasets, or
     several such names separated by commas. The single word `all` means all datasets for `mode`.
+    `settings` are applied to the sources. Raises `ConfigError` for unknown names.
     """
-    names = []
-    for word in words:
-        for name in word.split(","):
-            if name:
-                names.append(name)
+    names = split_names(words)
     if names == ["all"]:
         names = []
         for name in list_names(mode, spec.named_file):
@@ -107,31 +101,32 @@ def _resolve_word(
     except UnknownName as error:
         section = settings.find_section(word)
         if section is None:
-            close = find_nearest(
+            similar = find_nearest(
                 word, [*list_names(None, spec.named_file), *settings.library.list_names()]
             )
-            hint = f"did you mean {' or '.join(close)}?" if close else LISTING_HINT
+            hint = f"did you mean {' or '.join(similar)}?" if similar else LISTING_HINT
             raise ConfigError(f"unknown dataset or section {word!r}; {hint}") from error
     return settings.list_sources(section, mode)
 
 
 def select_permitted(
-    wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool
+    sources: Sequence[SourceSpec], spec: DatasetSpec, is_download_allowed: bool
 ) -> list[SourceSpec]:
     """Return the sources that are available locally or that the user allows weft to download.
 
-    Downloads are allowed if `yes` is True, or if the user agrees when asked on a terminal.
+    All downloads are allowed if `is_download_allowed` is True, or if the user agrees when asked on
+    a terminal. Otherwise, the sources that are not on this machine are left out.
     """
-    cache = find_cache_root(spec.cache_dir)
+    cache_root = find_cache_root(spec.cache_dir)
     missing = []
-    for source in wanted:
+    for source in sources:
         if (
             source.named
-            and find_local(_find_entry(source, spec), source.path or None, cache) is None
+            and find_local(_find_entry(source, spec), source.path or None, cache_root) is None
         ):
             missing.append(source)
-    if not missing or yes:
-        return list(wanted)
+    if not missing or is_download_allowed:
+        return list(sources)
     entries = {str(source.named): _find_entry(source, spec) for source in missing}
     for name, entry in entries.items():
         licence = f" (licence: {entry.licence})" if entry.licence else ""
@@ -139,56 +134,64 @@ def select_permitted(
     if sys.stdin.isatty():
         print(f"download these {len(entries)}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
-            return list(wanted)
+            return list(sources)
     else:
         print(
             "note: they are left out; --yes downloads them, datasets.NAME.data_path=FILE reads a "
             "copy",
             file=sys.stderr,
         )
-    return [source for source in wanted if source not in missing]
+    return [source for source in sources if source not in missing]
 
 
 def count_source(
-    source: SourceSpec, name: str, request: CountRequest, detect: Callable[[str], str] | None
+    source: SourceSpec,
+    name: str,
+    request: CountRequest,
+    detect_language: Callable[[str], str] | None,
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
-    `name` is the dataset's name in the result. `detect` returns the language of a text; if it is
-    None, languages are read from the rows instead. Raises `DataError` if the source cannot be read.
+    `name` is the name of the dataset in the result. `detect_language` returns the language of a
+    text; if it is None, languages are read from the rows. Raises `DataError` if the source cannot
+    be read.
     """
     spec = request.spec
     if source.valid_split is None:
-        share = spec.valid_split
+        valid_share = spec.valid_split
     else:
-        share = source.valid_split
-    elsewhere = spec.valid_path is not None
+        valid_share = source.valid_split
+    has_validation_file = spec.valid_path is not None
     if source.named is not None:
         split = ValidationSplit(
-            0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
+            0.0 if has_validation_file else valid_share,
+            own=not has_validation_file and source.valid_split != 0,
         )
         source = prepare(
             source, request.mode, find_cache_root(spec.cache_dir), split, spec.named_file
         ).source
-        share = 0.0
-    read = _LanguageCounter(
-        detect, NAMED_TEXT_COLUMNS if source.named is not None else ALL_TEXT_COLUMNS
+        valid_share = 0.0
+    counter = _LanguageCounter(
+        detect_language, NAMED_TEXT_COLUMNS if source.named is not None else ALL_TEXT_COLUMNS
     )
-    train = read.count_file(source.path, source.split)
+    train = counter.count_file(source.path, source.split)
     evaluation = 0
     if source.valid_path:
-        evaluation = read.count_file(source.valid_path, None)
-    elif source.valid_split is not None or not elsewhere:
-        evaluation = int(hold_out([str(index) for index in range(train)], share).sum())
+        evaluation = counter.count_file(source.valid_path, None)
+    elif source.valid_split is not None or not has_validation_file:
+        evaluation = int(hold_out([str(index) for index in range(train)], valid_share).sum())
         train -= evaluation
     evaluation_count = min(evaluation, source.max_valid or evaluation)
-    return DatasetCounts(name, train, evaluation_count, read.languages, unreadable=read.unreadable)
+    return DatasetCounts(
+        name, train, evaluation_count, counter.languages, unreadable=counter.unreadable
+    )
 
 
 class _LanguageCounter:
-    """Counter of texts per language, and of unreadable rows.
+    """Counter of texts per language, and of unreadable rows, in several files.
 
-    The counts are summed over all calls of `count_file`.
+    `detect` returns the language of a text; if it is None, languages are read from the messages.
+    `columns` are the columns with texts.
     """
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
@@ -221,103 +224,98 @@ def load_language_detector() -> Callable[[str], str]:
     Raises `ConfigError` if the package is not installed.
     """
     try:
-        package = importlib.import_module("langdetect")
+        langdetect = importlib.import_module("langdetect")
     except ImportError as error:
         raise ConfigError(
             f"--detect-language needs the package langdetect; run: {install('languages')}"
         ) from error
-    package.DetectorFactory.seed = 0
+    langdetect.DetectorFactory.seed = 0
 
     def detect(text: str) -> str:
         try:
-            return str(package.detect(text))
-        except package.LangDetectException:  # for example a text of digits
+            return str(langdetect.detect(text))
+        except langdetect.LangDetectException:  # for example a text of digits
             return "unknown"
 
     return detect
 
 
-def format_counts_table(counted: Sequence[DatasetCounts], drawn: bool = False) -> str:
+def format_counts_table(counts: Sequence[DatasetCounts], is_sampled: bool = False) -> str:
     """Return a plain-text table with one row per dataset, and a row of totals if there are several.
 
-    If `drawn` is True, the last column shows how many rows are drawn per epoch. If languages are
-    known, a second table shows the number of messages in each language.
+    If `is_sampled` is True, the last column has the number of rows per epoch. If languages are
+    known, a second table has the number of messages in each language.
     """
-    sums = []
-    for numbers in zip(*(c.to_table_cells(drawn) for c in counted), strict=True):
-        sums.append(sum(numbers))
-    lines = [(c.name, c.to_table_cells(drawn)) for c in counted] + (
-        [("total", sums)] if len(counted) > 1 else []
-    )
-    rows = [
-        _list_columns(drawn),
-        *([name, *(f"{number:,}" for number in numbers)] for name, numbers in lines),
-    ]
-    spoken = _list_language_counts(counted)
-    return "\n".join(
-        [
-            *_align_columns(rows),
-            *(["", "messages by language", *_align_columns(spoken)] if spoken else []),
-        ]
-    )
+    totals = []
+    for column in zip(*(each.to_table_cells(is_sampled) for each in counts), strict=True):
+        totals.append(sum(column))
+    numbers_by_name = [(each.name, each.to_table_cells(is_sampled)) for each in counts]
+    if len(counts) > 1:
+        numbers_by_name.append(("total", totals))
+    rows = [_list_columns(is_sampled)]
+    for name, numbers in numbers_by_name:
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    lines = _align_columns(rows)
+    language_rows = _list_language_counts(counts)
+    if language_rows:
+        lines += ["", "messages by language", *_align_columns(language_rows)]
+    return "\n".join(lines)
 
 
-def _list_columns(drawn: bool) -> list[str]:
-    return [*COLUMNS, *([PER_EPOCH] if drawn else [])]
+def _list_columns(is_sampled: bool) -> list[str]:
+    return [*COLUMNS, *([PER_EPOCH] if is_sampled else [])]
 
 
-def _list_language_counts(counted: Sequence[DatasetCounts]) -> list[list[str]]:
+def _list_language_counts(counts: Sequence[DatasetCounts]) -> list[list[str]]:
     """Return the table of messages by language: a header row, and a row per dataset.
 
-    Datasets without language information are left out. Columns are sorted by frequency, with the
-    most frequent language first.
+    Datasets without language information are left out. The most frequent language comes first.
     """
-    total = sum((each.languages for each in counted), Counter[str]())
+    total = sum((dataset.languages for dataset in counts), Counter[str]())
     languages = [language for language, _ in total.most_common()]
-    spoken = [each for each in counted if each.languages]
+    with_languages = [dataset for dataset in counts if dataset.languages]
     rows = []
-    for each in spoken:
-        rows.append([each.name, *(f"{each.languages[language]:,}" for language in languages)])
+    for dataset in with_languages:
+        rows.append([dataset.name, *(f"{dataset.languages[language]:,}" for language in languages)])
     return [["dataset_name", *languages], *rows] if rows else []
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    result: list[str] = []
-    for row in rows:
-        result.append(
-            "  ".join(
-                cell.rjust(w) if i else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-    return result
+    lines = []
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]))
+    return lines
 
 
-def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
+def write_csv(file: Path, counts: Sequence[DatasetCounts], is_sampled: bool = False) -> None:
     """Write the row counts and the languages of each dataset to a CSV file.
 
-    Each language has a column with its number of messages. If `drawn` is True, the file also has a
-    column with the number of training rows per epoch.
+    Each language has a column with its number of messages. If `is_sampled` is True, the file also
+    has a column with the number of training rows per epoch.
     """
-    languages = sorted({language for each in counted for language in each.languages})
+    languages = sorted({language for dataset in counts for language in dataset.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*_list_columns(drawn), *languages])
-        for each in counted:
+        writer.writerow([*_list_columns(is_sampled), *languages])
+        for dataset in counts:
             writer.writerow(
                 [
-                    each.name,
-                    *each.to_table_cells(drawn),
-                    *(each.languages[language] for language in languages),
+                    dataset.name,
+                    *dataset.to_table_cells(is_sampled),
+                    *(dataset.languages[language] for language in languages),
                 ]
             )
 
 
 @dataclass(frozen=True)
 class CountRequest:
-    """Request to count rows: the sources, the training mode, and whether downloads are allowed."""
+    """Request to count the rows of `sources`, read for the training mode `mode`.
+
+    `spec` are the other dataset options. `yes` is True if missing datasets may be downloaded.
+    """
 
     sources: Sequence[SourceSpec]
     mode: str
@@ -326,89 +324,85 @@ class CountRequest:
 
 
 def to_source_entry(source: SourceSpec) -> dict[str, Any]:
-    """Return a source as an entry of `dataset.sources`, without unset fields."""
-    plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
-    return {name: value for name, value in plain.items() if value not in (None, "", {})}
+    """Return a source as an entry of `dataset.sources`, without fields that are not set."""
+    values = {spec.name: getattr(source, spec.name) for spec in fields(source)}
+    return {name: value for name, value in values.items() if value not in (None, "", {})}
 
 
 def format_length_table(data: LoadedData, limit: int) -> list[str]:
     """Return a table of the lengths of rows in tokens, with one line for each source.
 
     The columns are the length of the longest row, the 99th percentile, and the number of rows
-    longer than `limit`. Raises `ConfigError` for a user-defined dataset class, whose row lengths
-    are unknown.
+    longer than `limit`. Raises `ConfigError` for a user's dataset class, whose row lengths are
+    unknown.
     """
     lines: list[tuple[str, ...]] = [("source", "longest", "p99", f"above {limit:,}")]
-    for part in [*data.parts, *(part for part in data.valid.values())]:
-        if not isinstance(part.dataset, TokenizedDataset):
-            raise ConfigError(f"{part.name}: only weft's own dataset types have row lengths")
-        sizes = part.dataset.table.compute_seqlens()[part.indices]
-        if any(part is each for each in data.parts):
-            label = part.name
+    for source in [*data.parts, *data.valid.values()]:
+        if not isinstance(source.dataset, TokenizedDataset):
+            raise ConfigError(f"{source.name}: only weft's own dataset types have row lengths")
+        sizes = source.dataset.table.compute_seqlens()[source.indices]
+        if any(source is each for each in data.parts):
+            label = source.name
         else:
-            label = f"{part.name} (valid)"
-        high = int(np.percentile(sizes, 99, method="higher"))
-        numbers = (int(sizes.max()), high, int((sizes > limit).sum()))
-        lines.append((label, *(f"{number:,}" for number in numbers)))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    table = []
-    for name, *cells in lines:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        table.append("  ".join([name.ljust(widths[0]), *padded]))
-    return table
+            label = f"{source.name} (valid)"
+        percentile_99 = int(np.percentile(sizes, 99, method="higher"))
+        counts = (int(sizes.max()), percentile_99, int((sizes > limit).sum()))
+        lines.append((label, *(f"{count:,}" for count in counts)))
+    return _align_columns(lines)
 
 
 def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
     """Print the table of counts, and return the exit code.
 
     If some of the datasets cannot be read, the reasons are printed and the exit code is 2. If
-    `output` is given, the table is also written to this file as CSV. With `detect`, languages are
-    detected instead of being read from the rows. Raises `DataError` if none of the datasets can be
-    read.
+    `output` is not None, the table is also written to this file as CSV. If `detect` is True,
+    languages are detected instead of being read from the rows. Raises `DataError` if none of the
+    datasets can be read.
     """
     # Count every source.
-    tell = load_language_detector() if detect else None
-    counted = []
+    detect_language = load_language_detector() if detect else None
+    counts = []
     shares = []
-    wrong = []
-    allowed = select_permitted(request.sources, request.spec, request.yes)
-    for source, name in assign_unique_names(allowed):
+    problems = []
+    permitted = select_permitted(request.sources, request.spec, request.yes)
+    for source, name in assign_unique_names(permitted):
         try:
-            counted.append(count_source(source, name, request, tell))
+            counts.append(count_source(source, name, request, detect_language))
         except DataError as error:
-            wrong.append(str(error))
+            problems.append(str(error))
         else:
             shares.append(
-                SourceShare(name, counted[-1].train, source.fraction, source.size, source.weight)
+                SourceShare(name, counts[-1].train, source.fraction, source.size, source.weight)
             )
-    if wrong and not counted:
-        raise DataError(wrong)
-    # Add the rows per epoch, and the validation file.
-    drawn = any(share.fraction or share.size or share.weight for share in shares)
-    counted = [
-        replace(each, per_epoch=n) for each, n in zip(counted, count_per_epoch(shares), strict=True)
+    if problems and not counts:
+        raise DataError(problems)
+    # Add the rows per epoch, and the counts of the validation file.
+    is_sampled = any(share.fraction or share.size or share.weight for share in shares)
+    counts = [
+        replace(each, per_epoch=num_rows)
+        for each, num_rows in zip(counts, count_per_epoch(shares), strict=True)
     ]
-    if counted and request.spec.valid_path is not None:
-        elsewhere = SourceSpec(request.spec.valid_path)
+    if counts and request.spec.valid_path is not None:
+        validation_source = SourceSpec(request.spec.valid_path)
         valid_counts = count_source(
-            elsewhere,
-            f"{assign_unique_names([elsewhere])[0][1]} (valid)",
+            validation_source,
+            f"{assign_unique_names([validation_source])[0][1]} (valid)",
             replace(request, spec=DatasetSpec()),
-            tell,
+            detect_language,
         )
-        counted.append(replace(valid_counts, train=0, evaluation=valid_counts.train))
-    # Print and write the table, then the problems.
-    if counted:
-        print(format_counts_table(counted, drawn))
-    if output is not None and counted:
-        write_csv(output, counted, drawn)
+        counts.append(replace(valid_counts, train=0, evaluation=valid_counts.train))
+    # Print and write the table, then print the problems.
+    if counts:
+        print(format_counts_table(counts, is_sampled))
+    if output is not None and counts:
+        write_csv(output, counts, is_sampled)
         print(f"written to {output}")
-    for each in counted:
+    for each in counts:
         if each.unreadable:
-            wrong.append(f"{each.name}: {each.unreadable:,} rows cannot be read")
-    for reason in wrong:
+            problems.append(f"{each.name}: {each.unreadable:,} rows cannot be read")
+    for reason in problems:
         print(f"note: {reason}", file=sys.stderr)
-    if len(wrong) > sum(each.unreadable > 0 for each in counted) or not counted:
+    if len(problems) > sum(each.unreadable > 0 for each in counts) or not counts:
         return 2
     return 0
 
@@ -432,18 +426,18 @@ def _find_entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
 
 def _get_messages(row: Row) -> list[Mapping[str, Any]]:
     key = find_first_key(row, (*MESSAGE_KEYS, "prompt"))
-    listed = row[key] if key is not None else None
-    if isinstance(listed, list):
-        return [each for each in listed if isinstance(each, Mapping)]
+    messages = row[key] if key is not None else None
+    if isinstance(messages, list):
+        return [each for each in messages if isinstance(each, Mapping)]
     return []
 
 
 def _iterate_texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
-    """Iterate over the texts of a row: messages, replies, and the given columns."""
-    spoken = (message.get("content") or message.get("value") for message in _get_messages(row))
+    """Yield the texts of a row: messages, replies, and the columns `columns`."""
+    contents = (message.get("content") or message.get("value") for message in _get_messages(row))
     replies = row.get("replies")
     candidates = [
-        *spoken,
+        *contents,
         *(row.get(column) for column in columns),
         *(replies if isinstance(replies, list) else []),
     ]

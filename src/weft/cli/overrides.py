@@ -16,8 +16,8 @@ from weft.options import CommandLineValue, UnparsedValue, to_plain
 from weft.reading import describe_cause, explain_read_errors, read_yaml, shorten
 
 WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
-SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
-NUMBER_LIST_OPTION = "device_mesh"  # number lists that a text option accepts as text
+SWEEP = re.compile(r"[a-z]+\(")  # sweep functions of Hydra such as `choice(..)` and `range(..)`
+NUMBER_LIST_OPTION = "device_mesh"  # text option for which a list of numbers is converted to text
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Override:
     """Assignment of a value to an option.
 
     `removed` is True for an assignment of the form `~key`, which restores the default. `typed` is
-    the original command-line word, or None if the assignment comes from a file.
+    the word on the command line, or None if the assignment comes from a file.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Override:
 def parse(words: Sequence[str]) -> list[Override]:
     """Parse the assignments on the command line, in order.
 
-    Hydra rejects some assignments as invalid, and reads others as a sweep over several runs. Their
-    values are kept as literal text or as lists of strings, and are rejected later if the options do
-    not accept them. Raises `ConfigError` if a value cannot be kept in this way, such as `[1`.
+    Some values are not valid in Hydra's grammar, or mean a sweep over several runs. They are kept
+    as literal text or as lists of strings, and are rejected later by options that do not accept
+    such values. Raises `ConfigError` if a value cannot be kept in this way, such as `[1`.
     """
-    # Importing takes 0.2 seconds, so only when needed.
+    # Imported here because the import takes 0.2 seconds.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -53,10 +53,8 @@ def parse(words: Sequence[str]) -> list[Override]:
         except HydraException as error:
             overrides.append(_parse_literally(word, _build_syntax_error(word, error)))
             continue
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # for example a number with 5,000 digits, or deeply nested brackets
+        except (ValueError, RecursionError) as error:
+            # for example a number with 5,000 digits, or deeply nested brackets
             raise ConfigError(f"{shorten(word)!r}: {describe_cause(error)}") from error
         if parsed.is_sweep_override():
             overrides.append(
@@ -73,24 +71,24 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def describe_repeated(overrides: Sequence[Override]) -> list[str]:
-    """Return a note for each option that is set more than once, with different values.
+    """Return a note for each option that is set to several different values on the command line.
 
     The note says that the last value is used.
     """
     words: dict[str, list[str]] = {}
     for each in overrides:
-        # mappings are merged
+        # Mappings are merged, so they do not replace each other.
         if each.typed is not None and not isinstance(each.value, Mapping):
             words.setdefault(each.name, []).append(shorten(each.typed))
-    result: list[str] = []
-    for given in (list(dict.fromkeys(reversed(words)))[::-1] for words in words.values()):
-        if len(given) > 1:
-            result.append(
-                f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
-                if len(given) > 2
-                else f"{given[0]} and {given[1]} are both set; the last counts"
-            )
-    return result
+    notes: list[str] = []
+    for repeated in words.values():
+        # Of equal words, keep the last.
+        distinct = list(dict.fromkeys(reversed(repeated)))[::-1]
+        if len(distinct) > 1:
+            listed = f"{', '.join(distinct[:-1])} and {distinct[-1]}"
+            quantity = "both" if len(distinct) == 2 else "all"
+            notes.append(f"{listed} are {quantity} set; the last counts")
+    return notes
 
 
 def _build_sweep_error(word: str, name: str) -> ConfigError:
@@ -101,7 +99,7 @@ def _build_sweep_error(word: str, name: str) -> ConfigError:
 
 
 def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """Return an assignment whose value is the literal text in `word`.
+    """Return an assignment whose value is the literal text after `=` in `word`.
 
     Raises `error` if the text is empty, contains quotes or interpolations, or begins with a bracket
     but is not a list. With `sweep`, `error` is also raised if the text is a call of one of Hydra's
@@ -117,10 +115,10 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
         items = None
     if items is None and (not text or text[0] in "[{" or (sweep and SWEEP.match(text))):
         raise error
-    whole = None if items is not None else text
+    literal = None if items is not None else text
     return Override(
         match["name"],
-        CommandLineValue(whole or text, text, UnparsedValue(whole, items, sweep, error)),
+        CommandLineValue(literal or text, text, UnparsedValue(literal, items, sweep, error)),
         typed=word,
     )
 
@@ -132,12 +130,12 @@ def _split_items(text: str) -> tuple[str, ...] | None:
     """
     depth = 0
     parts = [""]
-    for letter in text:
-        depth += (letter in "[({") - (letter in "])}")
-        if letter == "," and not depth:
+    for character in text:
+        depth += (character in "[({") - (character in "])}")
+        if character == "," and not depth:
             parts.append("")
         else:
-            parts[-1] += letter
+            parts[-1] += character
     items = tuple(part.strip() for part in parts)
     return items if all(items) and not depth else None
 
@@ -149,9 +147,9 @@ def _build_syntax_error(word: str, error: Exception) -> ConfigError:
             f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help"
         )
     name, _ = word.split("=", 1)
-    where = str(error).splitlines()[0]
+    reason = str(error).splitlines()[0]
     return ConfigError(
-        f"{shorten(word)!r}: cannot be read ({shorten(where)}); quote texts with special "
+        f"{shorten(word)!r}: cannot be read ({shorten(reason)}); quote texts with special "
         f"characters: {name}=\"'...'\""
     )
 
@@ -159,25 +157,25 @@ def _build_syntax_error(word: str, error: Exception) -> ConfigError:
 def merge(values: dict[str, Any], override: Override) -> None:
     """Apply one override to the nested `values`.
 
-    The groups in the dotted name, such as `actor.optimizer`, are created if they are missing.
+    Missing groups in its dotted name, such as `actor.optimizer`, are created.
     """
-    *groups, last = override.name.split(".")
-    inner = values
-    if last == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
+    *groups, option = override.name.split(".")
+    group_values = values
+    if option == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
         override = replace(override, value=",".join(str(to_plain(each)) for each in override.value))
     for group in groups:
-        below = inner.setdefault(group, {})
-        if not isinstance(below, dict):
+        nested = group_values.setdefault(group, {})
+        if not isinstance(nested, dict):
             if override.removed:
                 return
-            below = inner[group] = {}
-        inner = below
+            nested = group_values[group] = {}
+        group_values = nested
     if override.removed:
-        inner.pop(last, None)
-    elif isinstance(override.value, Mapping) and isinstance(inner.get(last), dict):
-        inner[last] = {**inner[last], **override.value}
+        group_values.pop(option, None)
+    elif isinstance(override.value, Mapping) and isinstance(group_values.get(option), dict):
+        group_values[option] = {**group_values[option], **override.value}
     else:
-        inner[last] = override.value
+        group_values[option] = override.value
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -190,7 +188,8 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
     if not isinstance(values, dict):
         raise ConfigError(
-            f"--config {path}: must contain options as key: value, but contains {type(values).__name__}"
+            f"--config {path}: must contain options as key: value, but contains "
+            f"{type(values).__name__}"
         )
     return values
 
@@ -198,8 +197,8 @@ def read_file(path: str) -> dict[str, Any]:
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
     """Flatten nested values into assignments to dotted names, such as `actor.optimizer.lr`.
 
-    A mapping is not flattened if one of its keys contains a colon, as in a mapping from
-    `FILE.py:function` to a weight.
+    A mapping with a colon in one of its keys, such as `FILE.py:function`, is not flattened: it is
+    the value of one option.
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
@@ -219,9 +218,9 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     from omegaconf import OmegaConf
 
     with explain_read_errors("an interpolation ${...} cannot be resolved", ConfigError):
-        own = OmegaConf.create(_replace_scalars(values))
-        whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
-        resolved = OmegaConf.to_container(whole, resolve=True)
+        assigned = OmegaConf.create(_replace_scalars(values))
+        all_values = OmegaConf.merge(OmegaConf.create(dict(defaults)), assigned)
+        resolved = OmegaConf.to_container(all_values, resolve=True)
     assert isinstance(resolved, dict)
     return _select_entries({str(key): value for key, value in resolved.items()}, values)
 
@@ -239,14 +238,14 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `resolved` whose keys are in `wanted`, including nested entries.
+def _select_entries(resolved: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `resolved` whose keys are in `template`, including nested entries.
 
-    A `CommandLineValue` in `wanted` is returned instead of the resolved value, because it also has
+    A `CommandLineValue` in `template` is kept in place of the resolved value, because it also has
     the text that the user typed.
     """
     selected: dict[str, Any] = {}
-    for key, value in wanted.items():
+    for key, value in template.items():
         if isinstance(value, Mapping):
             selected[key] = _select_entries(resolved[key], value)
         else:

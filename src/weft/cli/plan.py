@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
     from weft.realloc.plan import ReallocationTraffic
 
-MAX_LISTED_PARAMETERS = 5  # number of parameters listed
-SIDES = {"source": "FROM", "target": "TO"}
-# Default model: the config.json of a Llama with 1.2 billion parameters.
+MAX_LISTED_PARAMETERS = 5  # maximum number of parameters listed
+SIDES = {"source": "FROM", "target": "TO"}  # side of a reallocation -> argument with its layout
+# config.json of the default model, a Llama with 1.2 billion parameters
 SMALL_LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -92,13 +92,13 @@ def main(argv: Sequence[str]) -> int:
     """
     parser, realloc_parser = _build_parsers()
     arguments, rest = parser.parse_known_args(list(argv))
-    # Arguments of weft quickstart can also follow flags.
+    # Arguments of weft quickstart may also follow flags.
     if arguments.command in ("search", "run", "show", "cost") and not any(
         word.startswith("--") for word in rest
     ):
         arguments.words += rest
     elif rest:
-        parser.parse_args(list(argv))  # raises an error that names them
+        parser.parse_args(list(argv))  # raises an error that names the unknown arguments
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -246,7 +246,7 @@ def _add_memory_parser(commands: Any) -> None:
 
 
 def print_cost(arguments: argparse.Namespace) -> None:
-    """Print a table of the GPUs on which a run fits, with its time and cost.
+    """Print a table of GPUs with the time and cost of a run on them.
 
     Raises `ConfigError` for invalid prices or numbers, and if the run can be planned on no GPU.
     """
@@ -278,7 +278,10 @@ def print_cost(arguments: argparse.Namespace) -> None:
 
 
 def print_reallocation(arguments: argparse.Namespace) -> None:
-    """Plan the transfers of parameters between two layouts, and print the bytes that are sent."""
+    """Plan the transfers of parameters between two layouts, and print the number of bytes sent.
+
+    Raises `UserError` for layouts that do not fit the model or the devices.
+    """
     from weft.checkpoints.hf_io import compute_parameter_shapes
     from weft.engine.torch.network_source import check_layout
     from weft.realloc.plan import count_least_bytes, count_traffic, holdings_of, plan
@@ -286,7 +289,7 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
     # Check the layouts.
     meshes = [_build_mesh(arguments, side) for side in SIDES]
     config = _read_model_config(arguments.model)
-    per_node = arguments.devices_per_node
+    devices_per_node = arguments.devices_per_node
     for side, mesh in zip(SIDES, meshes, strict=True):
         with _prefix_errors(arguments, side):
             check_layout(
@@ -296,30 +299,30 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
             )
 
     def get_node(rank: int) -> int:
-        return rank // per_node
+        return rank // devices_per_node
 
     # Plan the transfers and count their bytes.
     shapes = compute_parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
     itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
     transfers = plan(source, target, node_of=get_node)
-    cost = count_traffic(transfers, source, target, itemsize=itemsize, node_of=get_node)
+    traffic = count_traffic(transfers, source, target, itemsize=itemsize, node_of=get_node)
     report = {
         "model": arguments.model or "a Llama of 1.2 billion parameters",
         "dtype": arguments.dtype,
         "source": _describe_mesh(meshes[0]),
         "target": _describe_mesh(meshes[1]),
         "ranks": [
-            _describe_traffic(rank, cost, get_node(rank)) for rank in sorted({*source, *target})
+            _describe_traffic(rank, traffic, get_node(rank)) for rank in sorted({*source, *target})
         ],
-        "sent": cost.moved_bytes,
-        "sent_inside_nodes": cost.inside,
-        "sent_between_nodes": cost.across,
+        "sent": traffic.moved_bytes,
+        "sent_inside_nodes": traffic.inside,
+        "sent_between_nodes": traffic.across,
         "least": count_least_bytes(source, target, itemsize=itemsize),
-        "transfers": sum(not each.is_local for each in transfers),
+        "transfers": sum(not transfer.is_local for transfer in transfers),
         "largest": [
             {"name": name, "sent": size}
-            for name, size in cost.names.most_common(MAX_LISTED_PARAMETERS)
+            for name, size in traffic.names.most_common(MAX_LISTED_PARAMETERS)
         ],
     }
     print(json.dumps(report, indent=2) if arguments.json else _format_page(report))
@@ -329,10 +332,11 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "palm": "PaLM
 
 
 def print_memory_plan(arguments: argparse.Namespace) -> None:
-    """Print the memory that training needs on one GPU, or on each GPU of the layout that is set.
+    """Print the memory that training needs on one GPU, or on each GPU of the option `layout`.
 
-    Only config.json of the model is read. Each minibatch has several micro-batches of `--tokens`
-    tokens. Raises `UserError` for a model without a readable config.json, or for invalid options.
+    Only config.json of the model is read. Minibatches are assumed to have several micro-batches of
+    `--tokens` tokens. Raises `UserError` for a model without a readable config.json, or for invalid
+    options.
     """
     import torch
 
@@ -352,25 +356,26 @@ def print_memory_plan(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"backend={spec.backend}: its memory cannot be estimated before it runs; leave it out"
         )
-    # Print what is trained, then the GPUs that fit it.
+    # Print the model and its settings, then the GPUs with enough memory.
     total = facts["num_parameters"]
     trained = facts["num_trainable"]
-    part = "" if trained == total else f", {trained:,} trained"
-    each = "" if layout.num_devices == 1 else f", each of {layout}"
+    trained_note = "" if trained == total else f", {trained:,} trained"
+    per_device_note = "" if layout.num_devices == 1 else f", each of {layout}"
     state_dtype = spec.optimizer.state_dtype
-    narrow = "" if state_dtype == "float32" else f" with states in {state_dtype}"
+    dtype_note = "" if state_dtype == "float32" else f" with states in {state_dtype}"
     print(
-        f"{path}: {total:,} parameters{part}, {OPTIMIZER_NAMES[spec.optimizer.type]}{narrow}, "
-        f"{spec.dtype}, {tokens:,} tokens{each}"
+        f"{path}: {total:,} parameters{trained_note}, "
+        f"{OPTIMIZER_NAMES[spec.optimizer.type]}{dtype_note}, {spec.dtype}, {tokens:,} "
+        f"tokens{per_device_note}"
     )
-    work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
-    cases = {"model": build_case(spec, facts, [work], gpu)}
+    demand = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
+    cases = {"model": build_case(spec, facts, [demand], gpu)}
     missing = find_missing_packages()
     print("\n".join(format_table(list_memory_options(cases, missing))))
-    needed = [*(["fp8=true"] if spec.fp8 else []), f"optimizer.state_dtype={state_dtype}"]
-    lacks = find_install_command(needed, missing)
-    if lacks:
-        print(f"these settings need {lacks}")
+    settings = [*(["fp8=true"] if spec.fp8 else []), f"optimizer.state_dtype={state_dtype}"]
+    command = find_install_command(settings, missing)
+    if command:
+        print(f"these settings need {command}")
 
 
 def _read_model_options(path: str, arguments: argparse.Namespace) -> ModelSpec:
@@ -401,21 +406,25 @@ def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
 @contextmanager
 def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
-    """Prefix each `ConfigError` raised in the context with the argument that caused it.
+    """Prefix any `ConfigError` raised in the `with` block with the argument that caused it.
 
     `side` is "source" or "target". Examples of prefixes are `FROM p4: ...` and `--source-mesh ...`.
     """
     try:
         yield
     except ConfigError as error:
-        rule = re.sub(r"^layout(=\w+)?: ", "", str(error))
-        for field, flag in (("device_mesh", "mesh"), ("pipeline_schedule", "schedule")):
-            if rule.startswith(f"{field}="):
-                raise ConfigError(rule.replace(f"{field}=", f"--{side}-{flag} ", 1)) from None
-        raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {rule}") from None
+        problem = re.sub(r"^layout(=\w+)?: ", "", str(error))
+        for option, flag in (("device_mesh", "mesh"), ("pipeline_schedule", "schedule")):
+            if problem.startswith(f"{option}="):
+                raise ConfigError(problem.replace(f"{option}=", f"--{side}-{flag} ", 1)) from None
+        raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {problem}") from None
 
 
 def _read_model_config(model: str | None, option: str = "--model") -> TransformerConfig:
+    """Return the configuration of `model`, or of the default model if it is None.
+
+    `option` names the argument in error messages.
+    """
     from weft.checkpoints.config_file import find_family
     from weft.checkpoints.hf_io import read_config
 
@@ -428,18 +437,19 @@ def _describe_mesh(mesh: Mesh) -> dict[str, Any]:
     return {"layout": str(mesh.layout), "devices": list(mesh.ranks)}
 
 
-def _describe_traffic(rank: int, cost: ReallocationTraffic, node: int) -> dict[str, int]:
+def _describe_traffic(rank: int, traffic: ReallocationTraffic, node: int) -> dict[str, int]:
     return {
         "rank": rank,
         "node": node,
-        "sent": cost.sent[rank],
-        "received": cost.received[rank],
-        "kept": cost.in_place[rank],
-        "copied": cost.copied[rank],
+        "sent": traffic.sent[rank],
+        "received": traffic.received[rank],
+        "kept": traffic.in_place[rank],
+        "copied": traffic.copied[rank],
     }
 
 
 def _format_page(report: dict[str, Any]) -> str:
+    """Return the text for a reallocation: a table of bytes by rank, totals, and parameters."""
     columns = ("sent", "received", "kept", "copied")
     lines = [
         f"{report['model']}, sent as {report['dtype']}",
@@ -461,7 +471,8 @@ def _format_page(report: dict[str, Any]) -> str:
         "",
         f"inside nodes   {_format_size(report['sent_inside_nodes']):>11}",
         f"between nodes  {_format_size(report['sent_between_nodes']):>11}",
-        f"least possible {_format_size(report['least']):>11}    bytes of new shards that ranks lack",
+        f"least possible {_format_size(report['least']):>11}    "
+        "bytes of new shards that ranks lack",
         "",
         f"{report['transfers']:,} transfers; the largest parameters sent:",
         *(f"  {_format_size(each['sent']):>11}  {each['name']}" for each in report["largest"]),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
 SUMMARY = "the times of a model's parts on this machine, which estimates then use"
+# kind of call with messages -> its name in the output
 KINDS = {
     "shards": "sharded weights",
     "tensor": "tensor-parallel passes",
@@ -44,7 +45,7 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of the command to those of `weft plan`."""
+    """Add the command `profile` to the commands of `weft plan`."""
     parser = commands.add_parser(
         "profile", help=SUMMARY, description=f"Measure {SUMMARY}.", epilog=EPILOG
     )
@@ -102,10 +103,10 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
     from weft.writing import resolve_destination, write
 
     # Check the arguments.
-    for name, least in (("threads", 1), ("tensor", 1), ("max_tokens", measure.SEQUENCE)):
+    for name, minimum in (("threads", 1), ("tensor", 1), ("max_tokens", measure.SEQUENCE)):
         value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {least}")
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {minimum}")
     device = resolve_device(arguments.device)
     on_gpu = device.type == "cuda"
     if on_gpu and arguments.threads is not None:
@@ -127,9 +128,9 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         resolve_destination(path)
     # Measure.
     started = time.perf_counter()
-    with _show_progress() as tell:
-        measured = dict(measure.measure_network(network, arguments.max_tokens, tell))
-        measured["links"] = measure_links(network, max(1, threads), tell)
+    with _show_progress() as show:
+        measured = dict(measure.measure_network(network, arguments.max_tokens, show))
+        measured["links"] = measure_links(network, max(1, threads), show)
         if on_gpu:
             measured["host_copies"] = measure.measure_host_copies(device)
     held_out = measured.pop("held_out")
@@ -148,13 +149,18 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
     write(path, profile.format_contents(contents))
     print("\n".join(_format_page(contents, held_out)))
     print(
-        f"measured in {time.perf_counter() - started:.0f} s on {machine.device} (torch {torch.__version__})"
+        f"measured in {time.perf_counter() - started:.0f} s on {machine.device} (torch "
+        f"{torch.__version__})"
     )
     print(f"written to {path}")
 
 
 def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dict[str, float]:
-    """Return the extra seconds of messages within calls, from a profile's contents."""
+    """Return the additional seconds of a message within a call, by kind of call.
+
+    The result is computed from the `contents` of a profile. It is empty if no calls with messages
+    were measured.
+    """
     from weft.engine.device import count_cores
     from weft.engine.measure import shorten
 
@@ -162,7 +168,7 @@ def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dic
     if links is None or not links["joined"]:
         return {}
     on_gpu = network.device.type == "cuda"
-    layers = max(each["layers"] for each in links["joined"].values())
+    layers = max(times["layers"] for times in links["joined"].values())
     spec = ModelSpec(dtype=network.dtype, trained=True)
     sizes = build_decoder_sizes(spec, shorten(network.config, layers), on_gpu=on_gpu)
     threads = contents["threads"]
@@ -180,7 +186,7 @@ def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dic
 
 
 def _check_tensor(network: MeasuredNetwork) -> None:
-    """Raise `ConfigError` if the network cannot be split over this many tensor-parallel ranks."""
+    """Raise `ConfigError` unless the network can be split over `network.tensor` parallel ranks."""
     from weft.engine.torch.network_source import check_layout
     from weft.topology import Layout
 
@@ -189,7 +195,7 @@ def _check_tensor(network: MeasuredNetwork) -> None:
 
 
 def find_machine(device: Any) -> ProfileMachine:
-    """Return the facts about a torch device that its profiles must match."""
+    """Return the description of a torch device, which its profiles must match."""
     from weft.engine.device import describe_profiled_device
 
     return ProfileMachine(*describe_profiled_device(device))
@@ -197,7 +203,10 @@ def find_machine(device: Any) -> ProfileMachine:
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is being measured, if it is a terminal."""
+    """Show the current measurement in a status line, if standard error is a terminal.
+
+    Yields a function that takes the description of the next measurement.
+    """
     import rich.console
 
     if not sys.stderr.isatty():
@@ -208,32 +217,35 @@ def _show_progress() -> Iterator[Callable[[str], None]]:
 
 
 def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]]) -> list[str]:
-    """Return lines of text with the main times, and the errors of interpolation."""
+    """Return lines with the main times in a profile, and the errors of interpolated times.
+
+    `held_out` are measurements that are not in the profile, to compare interpolated times with.
+    """
     times = profile.parse_times(contents)
     lines = []
     names = {"score": "scoring", "full": "full training", "adapters": "training of adapters"}
     for kind, values in contents["passes"].items():
-        at = values["tokens"].index(max(values["tokens"]))
-        tokens = values["tokens"][at]
-        forward = 1e6 * values["blocks"][at] / tokens
-        backward = 1e6 * values.get("blocks_backward", [0.0] * (at + 1))[at] / tokens
-        head = 1e6 * values["head"][at] / tokens
-        text = f"{names[kind]}, {tokens:,} tokens: a layer {forward:.2f}"
-        text += f" + {backward:.2f} backward" if backward else ""
-        text += f", output matrix {head:.2f} us per token"
+        largest = values["tokens"].index(max(values["tokens"]))
+        tokens = values["tokens"][largest]
+        forward = 1e6 * values["blocks"][largest] / tokens
+        backward = 1e6 * values.get("blocks_backward", [0.0] * (largest + 1))[largest] / tokens
+        output_matrix = 1e6 * values["head"][largest] / tokens
+        line = f"{names[kind]}, {tokens:,} tokens: a layer {forward:.2f}"
+        line += f" + {backward:.2f} backward" if backward else ""
+        line += f", output matrix {output_matrix:.2f} us per token"
         if "update" in values:
             update = sorted(values["update"])[len(values["update"]) // 2]
-            text += f"; optimizer step of {values['trained']:,} parameters {1e3 * update:.1f} ms"
-        lines.append(text)
+            line += f"; optimizer step of {values['trained']:,} parameters {1e3 * update:.1f} ms"
+        lines.append(line)
     for kind, values in contents["decoding"].items():
-        named = {"plain": "", "modules": ", module by module", "adapters": ", with adapters"}
+        variants = {"plain": "", "modules": ", module by module", "adapters": ", with adapters"}
         points = []
         for batch, context, block, rest in zip(
             *(values[name] for name in ("batches", "contexts", "block", "rest")), strict=True
         ):
             points.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * rest:.2f}")
         lines.append(
-            f"decode step{named[kind]}, ms of a layer + the rest, by sequences x tokens: "
+            f"decode step{variants[kind]}, ms of a layer + the rest, by sequences x tokens: "
             + "; ".join(points)
         )
     links = contents["links"]

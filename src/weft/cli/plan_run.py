@@ -1,4 +1,4 @@
-"""`weft plan run`: time and memory of a run, and the options with which it would fit or be faster."""
+"""`weft plan run`: forecast the time and memory of a run, and of the run with other options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.experiments.common import RunConfig
     from weft.launch.plan_run import OptionForecast, RunForecast, RunRows
 
-# Arguments of the commands that plan a run
+# settings of the argument that names a run, for all commands that plan one
 WORDS: dict[str, Any] = {
     "nargs": "+",
     "metavar": "WORD",
@@ -35,6 +35,7 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
+    """Add the command `run` to the commands of `weft plan`."""
     parser = commands.add_parser(
         "run", help=SUMMARY, description=f"Print {SUMMARY}.", epilog=EPILOG
     )
@@ -46,16 +47,16 @@ def add_parser(commands: Any) -> None:
 
 
 def name_run(words: Sequence[str]) -> list[str]:
-    """Return the words of `weft quickstart`, with names for the run if they have none."""
-    given = {word.partition("=")[0] for word in words}
+    """Return the arguments of `weft quickstart`, with the name "plan" where a name is missing."""
+    set_names = {word.partition("=")[0] for word in words}
     names = ("experiment_name", "trial_name")
-    return [*words, *(f"{name}=plan" for name in names if name not in given)]
+    return [*words, *(f"{name}=plan" for name in names if name not in set_names)]
 
 
 def build_planned_config(words: Sequence[str]) -> RunConfig:
-    """Return the configuration of a run that is only planned, and print the notes on it.
+    """Return the configuration of a run that is only planned, and print the notes about it.
 
-    The plan in the folder of a run with the same name is not used.
+    Recovery is disabled, so that plans of earlier runs with the same name are not used.
     """
     from weft.cli.quickstart import build_config
 
@@ -75,8 +76,8 @@ def print_forecast(arguments: argparse.Namespace) -> None:
     config = build_planned_config(arguments.words)
     if arguments.steps is not None:
         config = replace(config, max_steps=arguments.steps)
-    # Options that cannot be used are reported before the rows are read.
-    assumed = base = forecast_run(config)
+    # Forecast with assumed lengths first, which reports unusable options before rows are read.
+    assumed_forecast = base = forecast_run(config)
     rows = None if arguments.no_data else _read_rows(config)
     if rows is not None:
         base = forecast_run(config, rows)
@@ -93,7 +94,9 @@ def print_forecast(arguments: argparse.Namespace) -> None:
             f"{base.experiment.num_devices:,} of {available:,} devices used; "
             "allocation_mode=search chooses among all of them"
         )
-    lines += compare_with_plan(assumed.experiment, assumed.step, assumed.target)
+    lines += compare_with_plan(
+        assumed_forecast.experiment, assumed_forecast.step, assumed_forecast.target
+    )
     if selected:
         lines += ["", _describe_options(base, selected), *format_options(base, selected)]
     elif not arguments.no_options:
@@ -102,7 +105,7 @@ def print_forecast(arguments: argparse.Namespace) -> None:
 
 
 def _read_rows(config: RunConfig) -> RunRows | None:
-    """Return the rows of the run, or None if it names none or they cannot be read here."""
+    """Return the rows of the run, or None if it names no data or the data cannot be read here."""
     from weft.data.spec import DatasetSpec
     from weft.launch.plan_run import read_run_rows
 
@@ -121,29 +124,30 @@ def _read_rows(config: RunConfig) -> RunRows | None:
 def _try_options(
     base: RunForecast, config: RunConfig, rows: RunRows | None
 ) -> list[OptionForecast]:
-    """Return the forecast of the run with each of the options that can be used."""
+    """Return a forecast of the run for each of the options that it allows."""
     from weft.launch.plan_run import OptionForecast, forecast_run, list_run_options
 
-    tried = []
+    forecasts = []
     for option in list_run_options(base, config):
         try:
             nested: dict[str, Any] = {}
             for assignment in overrides.parse(option.words):
                 overrides.merge(nested, assignment)
             changed = read(config, overrides.resolve(nested, to_mapping(config)))
-            tried.append(OptionForecast.from_run(option, forecast_run(changed, rows)))
+            forecasts.append(OptionForecast.from_run(option, forecast_run(changed, rows)))
         except UserError:
             continue  # the run does not allow this option
-    return tried
+    return forecasts
 
 
 def _format_forecast(base: RunForecast) -> list[str]:
     from weft.observe.memory import format_size
 
     lines = base.step.format_lines(base.steps)
-    shares = [
-        f"{name} {share:.0%}" for name, share in base.compute_shares().items() if share >= 0.01
-    ]
+    shares = []
+    for name, share in base.compute_shares().items():
+        if share >= 0.01:
+            shares.append(f"{name} {share:.0%}")
     lines.append(f"  bound by: {', '.join(shares)}")
     if base.steps is None:
         lines.append("  length of the run: not known; name data, or set max_steps=N (or --steps N)")
@@ -178,7 +182,7 @@ def _describe_options(base: RunForecast, selected: Sequence[OptionForecast]) -> 
 
 
 def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict[str, Any]:
-    """Return the forecast as plain values."""
+    """Return the forecast, and those with the selected options, as values for JSON."""
     steps = base.steps
     peaks = base.compute_call_peaks()
     return {

@@ -1,4 +1,4 @@
-"""`weft plan search`: the placement that a search finds for a run, also as a file to edit and run."""
+"""`weft plan search`: search the placement of a run, and print it or write it to a plan file."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
+    """Add the command `search` to the commands of `weft plan`."""
     parser = commands.add_parser(
         "search", help=SUMMARY, description=f"Print {SUMMARY}.", epilog=EPILOG
     )
@@ -45,10 +46,10 @@ def add_parser(commands: Any) -> None:
 def print_search(arguments: argparse.Namespace) -> None:
     """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
-    With a single device, or if every role has a layout, there is nothing to choose: then the time
-    of a step with these layouts is printed. If the words set `allocation_mode` to a plan file, the
-    plan is compared with the placement that is found. Raises `ConfigError` if a model's config.json
-    is missing or if the speed of the devices is not known.
+    If there is nothing to choose, because the run has one device or every role has a layout, the
+    time of a step with these layouts is printed instead. If the command line sets `allocation_mode`
+    to a plan file, the plan is compared with the search. Raises `ConfigError` if a model's
+    config.json is missing or if the speed of the devices is not known.
     """
     from weft.launch.plan_run import (
         forecast_experiment,
@@ -57,11 +58,11 @@ def print_search(arguments: argparse.Namespace) -> None:
         with_assumed_lengths,
     )
 
-    path = arguments.output
-    if path is not None:
-        check_output(path)
-    given = build_planned_config(arguments.words)
-    config = replace(given, allocation_mode=SEARCH)
+    output = arguments.output
+    if output is not None:
+        check_output(output)
+    given_config = build_planned_config(arguments.words)
+    config = replace(given_config, allocation_mode=SEARCH)
     planned, target = plan_experiment(with_assumed_lengths(config))
     experiment = planned.experiment
     refuse_unusable_profiles(experiment.plan_notes)
@@ -69,8 +70,8 @@ def print_search(arguments: argparse.Namespace) -> None:
     if missing and not experiment.search:
         raise ConfigError("\n".join(missing))
     forecast = None
-    compares = is_plan_path(given.allocation_mode)
-    if path is not None or compares or not experiment.search:
+    has_plan = is_plan_path(given_config.allocation_mode)
+    if output is not None or has_plan or not experiment.search:
         forecast = forecast_experiment(planned, target, config.max_steps)
     if arguments.json:
         if experiment.search:
@@ -91,39 +92,47 @@ def print_search(arguments: argparse.Namespace) -> None:
             "nothing to choose: the run has one device, or every role has a layout; "
             "n_gpus_per_node=8 (or n_nodes) asks for more devices",
         ]
-    if compares:
+    if has_plan:
         assert forecast is not None
-        mine = forecast_run(given)
-        lines.append(_compare(given.allocation_mode, mine, forecast))
+        plan_forecast = forecast_run(given_config)
+        lines.append(_compare(given_config.allocation_mode, plan_forecast, forecast))
         if arguments.json:
             report["plan"] = {
-                "step_seconds": mine.step.step_seconds,
-                "memory_gb": mine.needed / GIB,
-                "fits": mine.fits,
+                "step_seconds": plan_forecast.step.step_seconds,
+                "memory_gb": plan_forecast.needed / GIB,
+                "fits": plan_forecast.fits,
             }
-    if path is not None:
+    if output is not None:
         assert forecast is not None
-        write_plan(path, forecast, config, arguments.words[0])
+        write_plan(output, forecast, config, arguments.words[0])
         lines.append(
-            f"written to {path}; weft plan run ... allocation_mode={path} prices it, and weft "
-            f"quickstart ... allocation_mode={path} runs it"
+            f"written to {output}; weft plan run ... allocation_mode={output} prices it, and weft "
+            f"quickstart ... allocation_mode={output} runs it"
         )
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(lines))
 
 
-def _compare(path: str, mine: RunForecast, best: RunForecast) -> str:
-    """Return a line that compares the plan of a file with the placement that was found."""
-    a, b = mine.step.step_seconds, best.step.step_seconds
-    fits = "" if mine.fits else ", which does not fit"
-    line = (
-        f"{path}: {format_three_digits(a)} s per step and {mine.needed / GIB:.1f} GiB of a device"
-        f"{fits}; the search finds {format_three_digits(b)} s and {best.needed / GIB:.1f} GiB"
+def _compare(path: str, plan_forecast: RunForecast, search_forecast: RunForecast) -> str:
+    """Return a line that compares the plan in the file `path` with the result of the search."""
+    plan_seconds, search_seconds = (
+        plan_forecast.step.step_seconds,
+        search_forecast.step.step_seconds,
     )
-    return line if b == a else f"{line} ({a / b:.2f} times as fast)"
+    remark = "" if plan_forecast.fits else ", which does not fit"
+    line = (
+        f"{path}: {format_three_digits(plan_seconds)} s per step and "
+        f"{plan_forecast.needed / GIB:.1f} GiB of a device{remark}; the search finds "
+        f"{format_three_digits(search_seconds)} s and {search_forecast.needed / GIB:.1f} GiB"
+    )
+    return (
+        line
+        if search_seconds == plan_seconds
+        else f"{line} ({plan_seconds / search_seconds:.2f} times as fast)"
+    )
 
 
 def check_output(path: Path) -> None:
-    """Raise `ConfigError` if a plan would replace a file that weft has not written, or an edited one."""
+    """Raise `ConfigError` if `path` is a file that weft did not write, or that was edited since."""
     from weft.planner.plan_file import CHECKSUM, is_unchanged
     from weft.reading import read_text
     from weft.writing import resolve_destination
@@ -134,16 +143,19 @@ def check_output(path: Path) -> None:
     text = read_text(path, f"--output {path}", ConfigError)
     if is_unchanged(text):
         return
-    what = "is no plan of weft's"
+    problem = "is no plan of weft's"
     if CHECKSUM.search(text):
-        what = "has been edited since weft wrote it"
+        problem = "has been edited since weft wrote it"
     raise ConfigError(
-        f"--output {path}: exists already and {what}; name another file, or remove this one"
+        f"--output {path}: exists already and {problem}; name another file, or remove this one"
     )
 
 
 def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: str) -> None:
-    """Write the placement of a run, with its estimates, as a plan file."""
+    """Write the placement of a run and its forecast to a plan file.
+
+    `algorithm` is the name of the quickstart.
+    """
     from weft.experiments.plans import build_run_plan
     from weft.planner.placement import build_workload
     from weft.planner.plan_file import format_plan
@@ -154,23 +166,23 @@ def write_plan(path: Path, forecast: RunForecast, config: RunConfig, algorithm: 
     peaks = forecast.compute_call_peaks()
     calls = {}
     for name, call in plan.calls.items():
-        estimated: dict[str, Any] = {}
+        call_estimates: dict[str, Any] = {}
         if name in forecast.step.calls:
-            of_call = forecast.step.calls[name]
-            estimated = {"seconds": of_call.seconds, "bound": of_call.bound}
+            forecast_call = forecast.step.calls[name]
+            call_estimates = {"seconds": forecast_call.seconds, "bound": forecast_call.bound}
         if name in peaks:
-            estimated["memory_gb"] = peaks[name] / GIB
-        calls[name] = replace(call, estimated=estimated)
-    first = experiment.graph.list_model_calls()[0]
-    load = build_workload(experiment, config.search, experiment.dataset, first)
+            call_estimates["memory_gb"] = peaks[name] / GIB
+        calls[name] = replace(call, estimated=call_estimates)
+    first_call = experiment.graph.list_model_calls()[0]
+    workload = build_workload(experiment, config.search, experiment.dataset, first_call)
     estimates = {
         "device": forecast.device,
         "step_seconds": forecast.step.step_seconds,
         "memory_gb": forecast.needed / GIB,
         "usable_memory_gb": forecast.usable / GIB,
         "tokens_per_step": forecast.step.num_tokens,
-        "prompt_tokens": load.prompt_tokens,
-        "answer_tokens": load.new_tokens,
+        "prompt_tokens": workload.prompt_tokens,
+        "answer_tokens": workload.new_tokens,
         "basis": forecast.step.basis,
     }
     per_node = config.n_gpus_per_node or 1

@@ -1,11 +1,11 @@
-"""`weft plan show`: simulate steps of a run on its placement, and show them as a page."""
+"""`weft plan show`: simulate steps of a run on its placement, and write a page that shows them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "simulated steps of a run: which call runs when and where, memory, and what bounds calls"
 DEFAULT_STEPS = 3
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 DEFAULT_PAGE = Path("plan.html")
+# texts by which a page of weft is recognized
 PAGE_BEGINNING = "<!doctype html>"
 PAGE_MARK = "· weft</title>"
 EPILOG = """Only options and config.json are read; the devices need not exist. Layouts are those of the
@@ -32,9 +33,9 @@ examples:
 
 
 def add_parser(commands: Any, words: Mapping[str, Any]) -> None:
-    """Add the parser of the command to those of `weft plan`.
+    """Add the command `show` to the commands of `weft plan`.
 
-    `words` describes the arguments that name the run.
+    `words` are the settings of the argument that names the run.
     """
     parser = commands.add_parser(
         "show", help=SUMMARY, description=f"Write a page with {SUMMARY}.", epilog=EPILOG
@@ -72,16 +73,16 @@ def add_parser(commands: Any, words: Mapping[str, Any]) -> None:
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     """Simulate the run that `words` describe, and write its page.
 
-    `words` are the arguments of `weft quickstart`, with names for the run. Raises `UserError` for
-    unusable arguments, and if a model's config.json is missing or the speed of the devices is not
-    known. Then nothing is written.
+    `words` are the arguments of `weft quickstart`, with names for the run. Raises `UserError`,
+    before anything is written, for unusable arguments, and if a model's config.json is missing or
+    the speed of the devices is not known.
     """
     from weft.cli.quickstart import build_config
     from weft.writing import write
 
     # Check the arguments first.
-    if not 1 <= arguments.steps <= MOST_STEPS:
-        raise ConfigError(f"--steps={arguments.steps}: simulate 1 to {MOST_STEPS:,} steps")
+    if not 1 <= arguments.steps <= MAX_STEPS:
+        raise ConfigError(f"--steps={arguments.steps}: simulate 1 to {MAX_STEPS:,} steps")
     page_path = arguments.output
     if page_path is None and not arguments.json:
         page_path = DEFAULT_PAGE
@@ -115,9 +116,9 @@ def simulate_config(
 ) -> ShownPlan:
     """Return the plan of a run, with `steps` simulated steps.
 
-    `host_times` names a run whose times of host functions are simulated. Raises `ConfigError` if a
-    model's config.json is missing, the speed of the devices is not known, or the named run has no
-    such times.
+    `title` is the title of the page. `host_times` names a run whose times of host functions and
+    loads of experts are used. Raises `ConfigError` if a model's config.json is missing, the speed
+    of the devices is not known, or the named run has no such times.
     """
     from weft.launch.plan import forecast_run_step
     from weft.launch.plan_run import plan_experiment, with_assumed_lengths
@@ -148,11 +149,10 @@ def simulate_config(
 
 
 def read_host_times(run: str, experiment: Experiment) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what an earlier run of the experiment measured.
+    """Return (seconds of each host function, load of each role's experts) in an earlier run.
 
-    This is the median seconds a step of each host function, and the median load of each role's
-    experts. Raises `ConfigError` if there is no such run, or if it has no times of the host
-    functions of the experiment.
+    Both are medians over the steps of `run`. Raises `ConfigError` if there is no such run, or if it
+    has no times of the host functions of `experiment`.
     """
     from weft.cli.named_run import RUNS, find_run, open_root
     from weft.observe.expert_loads import read_expert_loads
@@ -177,7 +177,7 @@ def read_host_times(run: str, experiment: Experiment) -> tuple[dict[str, float],
 
 
 def format_summary(plan: ShownPlan) -> list[str]:
-    """Return lines with the duration of a step and the memory."""
+    """Return lines with the duration of a step, the peak memory, and notes."""
     from weft.observe.memory import format_size
     from weft.observe.plan_page import describe_devices, format_seconds
 
@@ -200,32 +200,33 @@ def format_summary(plan: ShownPlan) -> list[str]:
 
 
 def is_page(beginning: str) -> bool:
-    """Return whether a file that begins like this is a page of weft's."""
+    """Return whether a file with this beginning is a page that weft wrote."""
     return beginning.startswith(PAGE_BEGINNING) and PAGE_MARK in beginning
 
 
 def is_timeline(beginning: str) -> bool:
-    """Return whether a file that begins like this is a timeline of weft's."""
+    """Return whether a file with this beginning is a timeline that weft wrote."""
     from weft.observe.timeline import STARTED
 
     return beginning.lstrip().startswith("[") and f'"{STARTED}"' in beginning
 
 
-def check_replaceable(path: Path, option: str, is_own: Any) -> None:
+def check_replaceable(path: Path, option: str, is_replaceable: Callable[[str], bool]) -> None:
     """Raise `UserError` if `path` cannot be written, or is a file that weft did not write.
 
-    `is_own` tells a file of weft's by its first characters.
+    `is_replaceable` returns whether weft wrote a file, given the beginning of its text. `option` is
+    the flag that names the path.
     """
     from weft.writing import resolve_destination
 
-    real = resolve_destination(path)
+    destination = resolve_destination(path)
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; create it")
-    if not real.exists():
+    if not destination.exists():
         return
-    with real.open("rb") as file:
+    with destination.open("rb") as file:
         beginning = file.read(4096).decode("utf-8", errors="replace")
-    if beginning and not is_own(beginning):
+    if beginning and not is_replaceable(beginning):
         raise ConfigError(
             f"{option} {path}: exists and was not written by weft plan show; nothing is "
             "overwritten: name another file"
@@ -233,7 +234,7 @@ def check_replaceable(path: Path, option: str, is_own: Any) -> None:
 
 
 def format_plan_timeline(plan: ShownPlan) -> str:
-    """Return the content of a timeline file with the steps of `plan`, and its memory."""
+    """Return the content of a timeline file with the simulated steps and the memory of devices."""
     from weft.observe.memory import GIB
     from weft.observe.shown_plan import HOST_FUNCTION, WEIGHTS
     from weft.observe.timeline import HOST, ROLES, CounterValue, TimelineSpan, format_timeline
@@ -248,7 +249,7 @@ def format_plan_timeline(plan: ShownPlan) -> str:
         spans.append(TimelineSpan(name, group, lane, span.start, span.seconds, span.step))
     counters = []
     for devices in plan.groups:
-        for time, used in devices.memory:
-            counters.append(CounterValue(f"memory of {devices.name}", time, used / GIB))
+        for time, num_bytes in devices.memory:
+            counters.append(CounterValue(f"memory of {devices.name}", time, num_bytes / GIB))
     counters.sort(key=lambda counter: counter.time)
     return format_timeline(spans, [span.note for span in plan.spans], counters)

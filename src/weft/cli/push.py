@@ -75,52 +75,52 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
-    model = locate_model(given.model, ModelQuery("MODEL"))
+    arguments = parser.parse_args(list(argv))
+    model = locate_model(arguments.model, ModelQuery("MODEL"))
     checkpoint = Path(model.path).expanduser()
     if not checkpoint.is_dir() or not is_model(checkpoint):
         raise CheckpointError(
-            f"MODEL={given.model!r}: is no model on this machine; name a run, a checkpoint such as "
-            f"runs/E/T@step40, or a model directory"
+            f"MODEL={arguments.model!r}: is no model on this machine; name a run, a checkpoint "
+            "such as runs/E/T@step40, or a model directory"
         )
     if model.note:
         print(model.note)
     from weft.checkpoints import hub_upload  # imports the hub's client
 
-    hub_upload.check_repository_name(given.repo)
-    if given.base_model is not None:
-        hub_upload.check_repository_name(given.base_model)
+    hub_upload.check_repository_name(arguments.repo)
+    if arguments.base_model is not None:
+        hub_upload.check_repository_name(arguments.base_model)
     plan = hub_upload.plan_upload(
         checkpoint,
-        given.repo,
-        merged=given.merged,
-        base_model=given.base_model,
-        license=given.license,
+        arguments.repo,
+        merged=arguments.merged,
+        base_model=arguments.base_model,
+        license=arguments.license,
     )
     print("\n".join(describe_plan(plan)))
-    if given.dry_run:
+    if arguments.dry_run:
         print(f"\n{README}:\n\n{plan.texts[README]}")
         print("dry run: nothing was sent")
         return 0
-    api = hub_upload.open_api(*_read_token(given.token_env))
-    repository = hub_upload.find_repository(api, given.repo)
-    _check_visibility(repository, private=given.private, public=given.public)
-    if not given.yes and not _confirm(repository, public=given.public):
+    api = hub_upload.open_api(*_read_token(arguments.token_env))
+    repository = hub_upload.find_repository(api, arguments.repo)
+    _check_visibility(repository, private=arguments.private, public=arguments.public)
+    if not arguments.yes and not _confirm(repository, public=arguments.public):
         print("nothing was sent")
         return 1
     url = hub_upload.upload(
         api,
         plan,
-        private=not given.public,
-        revision=given.revision,
-        message=given.message or f"Upload {name_model(checkpoint)}",
+        private=not arguments.public,
+        revision=arguments.revision,
+        message=arguments.message or f"Upload {name_model(checkpoint)}",
     )
     print(f"uploaded {url}")
     return 0
 
 
 def describe_plan(plan: HubUploadPlan) -> list[str]:
-    """Return the lines that list the files of an upload with their sizes."""
+    """Return lines with the files of an upload, their sizes, the files left out, and notes."""
     sizes = plan.sizes
     lines = [f"{plan.repo}: {len(sizes)} files, {format_size(sum(sizes.values()))}"]
     width = max(map(len, sizes))
@@ -134,9 +134,10 @@ def describe_plan(plan: HubUploadPlan) -> list[str]:
 
 
 def _read_token(variable: str | None) -> tuple[str | None, str]:
-    """Return the token in an environment variable, and a phrase for messages that names it.
+    """Return the access token in an environment variable, and a phrase that names the variable.
 
-    The token is None if no variable is given. Raises `ConfigError` if the variable is not set.
+    If `variable` is None, the token is None and the phrase is "". Raises `ConfigError` if the
+    variable is not set.
     """
     if variable is None:
         return None, ""
@@ -147,13 +148,13 @@ def _read_token(variable: str | None) -> tuple[str | None, str]:
 
 
 def _check_visibility(repository: HubRepository, *, private: bool, public: bool) -> None:
-    """Raise `ConfigError` if a repository exists with another visibility than requested."""
+    """Raise `ConfigError` if an existing repository does not have the requested visibility."""
     if repository.is_private is None or not (private or public):
         return
     if repository.is_private != private:
-        now = "private" if repository.is_private else "public"
+        visibility = "private" if repository.is_private else "public"
         raise ConfigError(
-            f"{repository.name}: is {now} already, and a push does not change that; leave "
+            f"{repository.name}: is {visibility} already, and a push does not change that; leave "
             f"--{'private' if private else 'public'} out, or change it on its page first"
         )
 
@@ -166,11 +167,11 @@ def _confirm(repository: HubRepository, *, public: bool) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("weft push asks for confirmation, which needs a terminal; add --yes")
     if repository.is_private is None:
-        place = f"a new {'public' if public else 'private'} repository"
+        target = f"a new {'public' if public else 'private'} repository"
     else:
-        place = f"the {'private' if repository.is_private else 'public'} repository"
+        target = f"the {'private' if repository.is_private else 'public'} repository"
     try:
-        answer = input(f"upload this to {place} {repository.name}? [y/N] ")
+        answer = input(f"upload this to {target} {repository.name}? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")

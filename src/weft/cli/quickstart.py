@@ -1,4 +1,4 @@
-"""`weft quickstart NAME key=value ...`: check a command line's configuration and run it."""
+"""`weft quickstart NAME key=value ...`: build and check a configuration, and run it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from weft.cli.help import (
     get_terminal_width,
     print_page,
 )
+from weft.cli.parsing import split_names
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, coerce, iterate_options, read, to_mapping, validate
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from weft.cli.stack import OptionFile, SectionStack
     from weft.experiment import Experiment
 
-CONFIG = "config"  # --dry-run=config
-RUN_NAME_VARIABLE = "WEFT_RUN"  # environment variable: EXPERIMENT/TRIAL, set by a supervisor
+CONFIG = "config"  # value of `--dry-run` that does not read the data
+RUN_NAME_VARIABLE = "WEFT_RUN"  # environment variable with EXPERIMENT/TRIAL, set by a supervisor
 FLAGS = (
     "--help",
     "--dry-run",
@@ -63,9 +64,9 @@ class QuickstartCommandLine:
     config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
     verbose: bool = False
-    dry_run: str | None = None  # "" reads the data, "config" does not
+    dry_run: str | None = None  # "": read the data; "config": do not; None: no dry run
     print_script: bool = False
-    # (dialect, path) of another program's file of options, "" for its flag alone
+    # (dialect, path) of another program's file of options; the path is "" for a flag without a file
     option_file: tuple[str, str] | None = None
     help: str | None = None  # a group of options or "all"; "" for common options
 
@@ -91,20 +92,20 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
             "--config-dir: is a folder of sections, and none is named; add --configs NAME"
         )
     if not words.configs:
-        taken: OptionFile | None = None
+        option_file: OptionFile | None = None
         if words.option_file is not None and isinstance(base, RunConfig):
             dialect, path = words.option_file
-            taken = dialects.load(dialect).read_overrides(path, base, values)
-            print_notes(taken.notes)
-            values = [*taken.assignments, *values]
-        return _run(words, base, values, argv, taken, supervise=supervise)
-    stack, taken = read_section_stack(words, base, values)
+            option_file = dialects.load(dialect).read_overrides(path, base, values)
+            print_notes(option_file.notes)
+            values = [*option_file.assignments, *values]
+        return _run(words, base, values, argv, option_file, supervise=supervise)
+    stack, option_file = read_section_stack(words, base, values)
     if not words.print_config and not words.print_script and is_reporting():
         print("\n".join(stack.format_lines()))
     print_notes(stack.notes)
     registry.import_user_code(_list_imports(stack.overrides))
     try:
-        return _run(words, base, stack.overrides, argv, taken, supervise=supervise)
+        return _run(words, base, stack.overrides, argv, option_file, supervise=supervise)
     except ConfigError as error:
         raise stack.add_origin(error) from error
 
@@ -115,8 +116,8 @@ def read_section_stack(
     """Merge the config sections, the command line and another program's file of options.
 
     `base` is the default configuration, and `values` are the assignments on the command line. The
-    command line overrides the sections, and the sections override the file. Returns the merged
-    options, and what the file sets, or None if no flag such as `--deepspeed` is given.
+    command line overrides the sections, and the sections override the file. Returns (merged
+    options, options of the file); the latter are None without a flag such as `--deepspeed`.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -130,12 +131,12 @@ def read_section_stack(
     if words.option_file is None:
         return stack, None
     dialect, path = words.option_file
-    taken: OptionFile = dialects.load(dialect).read_overrides(
+    option_file: OptionFile = dialects.load(dialect).read_overrides(
         path or stack.option_file or "", base, stack.overrides
     )
-    stack = read_stack(words.configs, library, base, values, taken)
-    stack.notes = [*taken.notes, *stack.notes]
-    return stack, taken
+    stack = read_stack(words.configs, library, base, values, option_file)
+    stack.notes = [*option_file.notes, *stack.notes]
+    return stack, option_file
 
 
 def _run(
@@ -143,17 +144,18 @@ def _run(
     base: Any,
     values: Sequence[overrides.Override],
     argv: Sequence[str],
-    taken: OptionFile | None,
+    option_file: OptionFile | None,
     *,
     supervise: bool,
 ) -> int:
-    """Build the configuration, carry out the requested action, and return the exit code.
+    """Build the configuration, run it or execute the action of a flag, and return the exit code.
 
-    By default, the run is started or, with `mode=slurm`, submitted as a job. With flags such as
-    `--dry-run`, the configuration, the plan of the run or the script of the job is printed instead.
+    The run is started or, with `mode=slurm`, submitted as a job. With flags such as `--dry-run`,
+    the configuration, the plan of the run or the script of the job is printed instead. `values` are
+    all assignments, in order, and `option_file` are the options of another program's file.
     """
     config, notes = apply_overrides(base, values, words.imports)
-    print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
+    print_notes([*(option_file.describe_autos(config) if option_file is not None else ()), *notes])
     if words.print_config:
         import yaml
 
@@ -168,7 +170,7 @@ def _run(
     given_names = (config.experiment_name, config.trial_name)
     if words.dry_run is None and isinstance(config, RunConfig):
         config = _assign_run_names(config, words)
-    # Check first: torch is loaded only after all checks pass.
+    # These modules do not import torch: it is loaded after all checks have passed.
     from weft.launch import dry_run, run, slurm
     from weft.launch.run import build_with_choices
     from weft.launch.supervisor import Supervisor, needs_ray
@@ -179,18 +181,23 @@ def _run(
         print("\n".join(plan(config, data=words.dry_run != CONFIG, width=find_terminal_width())))
         return 0
     if config.mode == "slurm":
-        here = ("--print-script", "mode=slurm", "--mode=slurm")
+        script_words = ("--print-script", "mode=slurm", "--mode=slurm")
         names = []
-        for name, given in zip(NAMES, given_names, strict=True):
-            if not given:
+        for name, set_name in zip(NAMES, given_names, strict=True):
+            if not set_name:
                 names.append(f"{name}={getattr(config, name)}")
-        command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
+        command = [
+            "quickstart",
+            *(word for word in argv if word not in script_words),
+            *names,
+            "mode=ray",
+        ]
         print(slurm.start_job(config, command, print_only=words.print_script))
         return 0
     experiment = build_with_choices(config)
-    several = needs_ray(experiment, config.mode)
-    print_start(experiment, several=several)
-    if supervise and several:
+    uses_ray = needs_ray(experiment, config.mode)
+    print_start(experiment, uses_ray=uses_ray)
+    if supervise and uses_ray:
         os.environ[RUN_NAME_VARIABLE] = f"{config.experiment_name}/{config.trial_name}"
         return Supervisor(experiment).run()
     run(config, show=DisplayOptions(verbose=words.verbose), built=experiment)
@@ -200,7 +207,7 @@ def _run(
 def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
     """Return the configuration with `experiment_name` and `trial_name` filled in.
 
-    A process that a supervisor has started uses the names that the supervisor has chosen.
+    A supervised process uses the names that its supervisor has chosen.
     """
     from weft.cli.named_run import with_names
 
@@ -220,16 +227,15 @@ def is_reporting() -> bool:
     return not SupervisorPipe.from_environment(os.environ).is_supervised
 
 
-def print_start(experiment: Experiment, *, several: bool) -> None:
-    """Print that the run is starting.
+def print_start(experiment: Experiment, *, uses_ray: bool) -> None:
+    """Print a note that the run is starting, before the import of torch, which takes seconds.
 
-    The message is printed before torch is imported, because the import takes seconds. With
-    `several`, it also mentions Ray and the number of devices.
+    If `uses_ray` is True, the note also mentions Ray and the number of devices.
     """
     from weft.observe.progress import make_view
 
     if is_reporting():
-        ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
+        ray = f" and Ray, for {experiment.num_devices} devices" if uses_ray else ""
         name = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
         make_view("", progress=False).print_note(
             f"starting {name}: loading torch{ray}, then reading rows"
@@ -245,7 +251,7 @@ def print_notes(notes: Sequence[str]) -> None:
 def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the configuration that `weft quickstart` builds from `argv`, and notes for the user.
 
-    Raises `UserError` for unusable input.
+    Raises `UserError` for unusable input, and for a configuration that is not a `RunConfig`.
     """
     words = parse_command_line(argv)
     registry.import_user_folder()
@@ -263,20 +269,19 @@ def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides.Override]]:
-    """Return the default configuration of the quickstart, and all assignments in order.
+    """Return (default configuration of the quickstart, all assignments in order).
 
     The assignments of config files come before those of the command line, which override them.
     """
     from weft.cli import sections
 
-    values = []
+    values: list[overrides.Override] = []
     for file in words.files:
-        for each in overrides.flatten(overrides.read_file(sections.find_recipe_file(file))):
-            values.append(each)
+        values += overrides.flatten(overrides.read_file(sections.find_recipe_file(file)))
     values += overrides.parse(words.assignments)
     if words.dry_run is not None:  # a dry run needs no name
-        given = {each.name for each in values}
-        values += overrides.parse([f"{name}=plan" for name in NAMES if name not in given])
+        set_names = {each.name for each in values}
+        values += overrides.parse([f"{name}=plan" for name in NAMES if name not in set_names])
     registry.import_user_code(_list_imports(values))
     return registry.quickstarts.get(words.name)(), values
 
@@ -286,8 +291,9 @@ def apply_overrides(
 ) -> tuple[Config, list[str]]:
     """Return `base` with the assignments applied, and notes for the user.
 
-    The notes name options that are set repeatedly, and names that were translated. `imports` are
-    modules to add to the option `imports`. Raises `ConfigError` for invalid assignments.
+    The notes name options that are set several times, and spellings that were translated.
+    `imports` are modules to add to the option `imports`. Raises `ConfigError` for invalid
+    assignments.
     """
     assignments, notes, spellings = list(values), list[str](), list[str]()
     if isinstance(base, RunConfig):
@@ -311,8 +317,8 @@ def apply_overrides(
 def _check_group(base: Any, assignment: overrides.Override) -> None:
     """Raise `ConfigError` if a string, number or list is assigned to a group of options.
 
-    This must be checked before the assignments are merged, because a later assignment to an option
-    of the group would hide the error.
+    This is checked before the assignments are merged, because a later assignment to an option of
+    the group would hide the error.
     """
     if assignment.name.isidentifier():
         group = getattr(base, assignment.name, None)
@@ -337,16 +343,16 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
         word = rest.pop(0)
         flag, _, attached = word.partition("=")
         if word in ("--help", "-h"):
-            plain = rest and "=" not in rest[0] and not rest[0].startswith("-") and words.name
-            words.help = rest.pop(0) if plain else ""
+            has_group = rest and "=" not in rest[0] and not rest[0].startswith("-") and words.name
+            words.help = rest.pop(0) if has_group else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
         elif word in ("-v", "--verbose"):
             words.verbose = True
         elif flag == "--dry-run":
-            # written as for `weft start`
-            apart = word == flag and bool(words.name) and rest[:1] == [CONFIG]
-            words.dry_run = _check_dry_run(word, rest.pop(0) if apart else attached)
+            # `--dry-run config`, as in `weft start`
+            is_separate = word == flag and bool(words.name) and rest[:1] == [CONFIG]
+            words.dry_run = _check_dry_run(word, rest.pop(0) if is_separate else attached)
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":
@@ -355,7 +361,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
                 f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}"
             )
         elif (name := f"--{flag.removeprefix('--')}") in dialects.FILE_FLAGS and word != name[2:]:
-            # without dashes and path, the word is a name
+            # Without dashes, the flag is accepted only in the form FLAG=PATH.
             path = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
             words.option_file = (dialects.FILE_FLAGS[name], path)
         elif flag == "--configs":
@@ -374,7 +380,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
 
 
 def list_flags() -> list[str]:
-    """Return the flags of `weft quickstart`, with those of the installed dialects."""
+    """Return the flags of `weft quickstart`, including the flags of installed dialects."""
     return [*FLAGS, *filter(dialects.is_flag_available, dialects.FILE_FLAGS)]
 
 
@@ -383,9 +389,9 @@ def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
 
     If the flag could be an option, the message shows it in the form `key=value`.
     """
-    close = find_nearest(word, list_flags())
-    if close:
-        return ConfigError(f"unknown flag {word!r}; did you mean {close[0]}?")
+    similar = find_nearest(word, list_flags())
+    if similar:
+        return ConfigError(f"unknown flag {word!r}; did you mean {similar[0]}?")
     name = word.lstrip("-").replace("-", "_")
     if rest and "=" not in rest[0] and not rest[0].startswith("--"):
         value = rest[0]
@@ -424,47 +430,42 @@ def _store_flag(words: QuickstartCommandLine, flag: str, value: str) -> None:
 
 
 def _take_section_names(attached: str, rest: list[str]) -> list[str]:
-    """Remove the section names of `--configs` from `rest`, and return them.
+    """Return the section names of `--configs`, and remove their words from `rest`.
 
     `attached` is the text after `--configs=`. If it is empty, the names are the words of `rest` up
     to the next flag or assignment. Commas also separate names.
     """
-    given = [attached] if attached else []
+    words_with_names = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
-        given.append(rest.pop(0))
-    names = []
-    for word in given:
-        for name in word.split(","):
-            if name:
-                names.append(name)
+        words_with_names.append(rest.pop(0))
+    names = split_names(words_with_names)
     if not names:
         from weft.cli.sections import list_example_sections
 
         sections = list_example_sections()
         example = " ".join(dict.fromkeys((sections[0], sections[-1])))
         raise ConfigError(
-            f"--configs: needs names of sections, such as --configs {example}; weft "
-            f"config ls lists them"
+            f"--configs: needs names of sections, such as --configs {example}; weft config ls "
+            "lists them"
         )
     return names
 
 
 def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
-    """Return the modules in the last assignment of the form `imports=[...]`.
+    """Return the modules in the last assignment to `imports`.
 
-    These modules are imported before other assignments are read, because they may register the
-    quickstart.
+    They are imported before other assignments are read, because they may register the quickstart.
     """
-    named = []
+    module_lists = []
     for override in values:
         if override.name == "imports" and not override.removed:
-            named.append(override.value)
-    last = named[-1] if named else []
-    return list(coerce(last, list[str], "imports"))
+            module_lists.append(override.value)
+    modules = module_lists[-1] if module_lists else []
+    return list(coerce(modules, list[str], "imports"))
 
 
 def format_overview() -> str:
-    """Return a text that lists the quickstarts, each with its description."""
+    """Return a text that lists the quickstarts with their descriptions."""
     lines = [
         "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
         "the options)",

@@ -32,8 +32,8 @@ option, and `~key` restores a default. An unknown name is an error that suggests
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
 SERVED_ROLE_TEXT = (
-    "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; "
-    "see [serving](serving.md)."
+    "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; see "
+    "[serving](serving.md)."
 )
 CALL = """Below the name of a model function call: {calls}."""
 SPELLINGS_TEXT = """weft also accepts these spellings of Hugging Face and of older programs, with a note that
@@ -44,21 +44,23 @@ names weft's option.
 def format_page() -> str:
     """Return the content of docs/options.md."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
-    run = []
+    run_options = []
     for leaf in iterate_options(configs["sft"]):
         if _is_run(leaf.name):
-            run.append(leaf)
-    parts = [HEAD, "## Run\n", *_format_table(run)]
+            run_options.append(leaf)
+    parts = [HEAD, "## Run\n", *_format_table(run_options)]
     parts += [
         "\n## Model\n",
         MODEL.format(different=_describe_differing_defaults(configs)) + "\n",
         *_format_table(iterate_options(ModelSpec())),
     ]
-    usual = {leaf.name for leaf in iterate_options(ModelSpec())}
+    model_option_names = {leaf.name for leaf in iterate_options(ModelSpec())}
     parts += [
         "\n## Behind a URL\n",
         f"{SERVED_ROLE_TEXT}\n",
-        *_format_table(leaf for leaf in iterate_options(ServedSpec()) if leaf.name not in usual),
+        *_format_table(
+            leaf for leaf in iterate_options(ServedSpec()) if leaf.name not in model_option_names
+        ),
     ]
     parts += ["\n## Data\n", "Below `dataset`.\n", *_format_table(iterate_options(DatasetSpec()))]
     parts += [
@@ -66,36 +68,37 @@ def format_page() -> str:
         "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
         *_format_table(iterate_options(GenerationSpec())),
     ]
-    calls = "; ".join(
-        f"{name} {', '.join(f'`{c}`' for c in _list_calls(config))}"
-        for name, config in configs.items()
-    )
+    calls = []
+    for name, config in configs.items():
+        listed = ", ".join(f"`{call}`" for call in _list_calls(config))
+        calls.append(f"{name} {listed}")
     parts += [
         "\n## Calls\n",
-        CALL.format(calls=calls) + "\n",
+        CALL.format(calls="; ".join(calls)) + "\n",
         *_format_table(iterate_options(MFCOptions())),
     ]
     for name, config in configs.items():
-        own = []
+        own_options = []
         for leaf in iterate_options(config):
             if _is_own(leaf.name, config):
-                own.append(leaf)
+                own_options.append(leaf)
         paragraphs = inspect.cleandoc(type(config).__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        parts += [f"\n## {name}\n", text + "\n", *_format_table(own)]
+        parts += [f"\n## {name}\n", text + "\n", *_format_table(own_options)]
     parts += ["\n## Other spellings\n", SPELLINGS_TEXT + "\n", *_format_spellings(configs)]
     return "\n".join(parts) + "\n"
 
 
 def _is_run(name: str) -> bool:
+    """Return whether an option belongs to all runs: whether `RunConfig` defines it."""
     return name.split(".")[0] in {spec.name for spec in fields(RunConfig)}
 
 
 def _is_own(name: str, config: RunConfig) -> bool:
-    """Return whether an option is specific to the algorithm that `config` configures.
+    """Return whether an option is specific to the algorithm of `config`.
 
-    All other options belong to runs, roles, data, sampling or the calls of models, and are shared
-    by all algorithms. The reference lists the shared options in separate tables.
+    All other options are shared by several algorithms: options of runs, roles, data, sampling and
+    model calls. The page lists them in separate tables.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
@@ -120,22 +123,23 @@ def _list_calls(config: Any) -> list[str]:
 
 
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
-    """Return a sentence on the roles whose default options differ from those of `ModelSpec`.
+    """Return a sentence about options of roles whose defaults differ from those of `ModelSpec`.
 
-    The sentence is empty if there are no such roles.
+    It is empty if there are no such options.
     """
-    usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
+    default_by_name = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     names_by_default: dict[str, list[str]] = {}
     for name, config in configs.items():
         for spec in fields(config):
             value = getattr(config, spec.name)
             for leaf in iterate_options(value) if isinstance(value, ModelSpec) else ():
-                if leaf.name in usual and leaf.default != usual[leaf.name]:
+                if leaf.name in default_by_name and leaf.default != default_by_name[leaf.name]:
                     names_by_default.setdefault(
                         f"`{spec.name}.{leaf.name}` is {format_value(leaf.default)}", []
                     ).append(name)
     description = "; ".join(
-        f"{what} for {' and '.join(names)}" for what, names in names_by_default.items()
+        f"{default_text} for {' and '.join(names)}"
+        for default_text, names in names_by_default.items()
     )
     return f"Other defaults: {description}." if description else ""
 
@@ -157,8 +161,8 @@ def _format_spellings(configs: dict[str, Any]) -> Sequence[str]:
     lines = ["| spelling | option |", "|---|---|"]
     names = {"{first}": "MODEL", "{model}": "MODEL", "{gen}": "GEN"}
     for spelling, option in collect_renamed().items():
-        for mark, name in names.items():
-            option = option.replace(mark, name)
+        for placeholder, name in names.items():
+            option = option.replace(placeholder, name)
         lines.append(f"| `{spelling}` | `{option}` |")
     for name, rule in collect_translators().items():
         lines.append(f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |")

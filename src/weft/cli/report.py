@@ -52,23 +52,24 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
-    root = open_root(given.fileroot)
-    runs = [_find(word, root) for word in given.runs]
+    arguments = parser.parse_args(list(argv))
+    root = open_root(arguments.fileroot)
+    runs = [_find(word, root) for word in arguments.runs]
     try:
-        page_path = _build(runs, given.output)
+        page_path = _build(runs, arguments.output)
     except OSError as error:
-        place = given.output or error.filename
+        place = arguments.output or error.filename
         raise ConfigError(
             f"{place}: the page cannot be written: {error.strerror}; choose another file with -o"
         ) from error
     print(page_path)
-    if given.open and not webbrowser.open(page_path.resolve().as_uri()):
+    if arguments.open and not webbrowser.open(page_path.resolve().as_uri()):
         print("no browser was found; open the file yourself")
     return 0
 
 
 def _build(runs: Sequence[Path], output: Path | None) -> Path:
+    """Write the page of a run, or of the comparison of several, and return its path."""
     if len(runs) > 1:
         return compare.build_comparison(runs, output or Path(compare.NAME))
     if output is None:
@@ -79,9 +80,9 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 def _find(word: str, root: Path) -> Path:
     """Return the folder of the run that `word` names.
 
-    A folder that has only some of the files of a run is also accepted.
+    A folder with only some of the files of a run is also accepted.
     """
-    given = open_root(word)
-    if any((given / name).is_file() for name in KNOWN):
-        return given
+    folder = open_root(word)
+    if any((folder / name).is_file() for name in KNOWN):
+        return folder
     return find_run(word, root)

@@ -36,15 +36,16 @@ EPILOG = """examples:
 class RunRemoval:
     """Planned removal of a run, or of parts of it.
 
-    `paths` are the folders or links to remove. `whole` is True if the run itself is removed.
+    `paths` are the folders or links to remove. `is_whole_run` is True if the run itself is removed.
     """
 
     run: Path
     paths: tuple[Path, ...]
-    whole: bool
+    is_whole_run: bool
 
     @property
     def num_bytes(self) -> int:
+        """Number of bytes of the files to remove; links count as 0."""
         return sum(0 if path.is_symlink() else count_tree_bytes(path) for path in self.paths)
 
 
@@ -70,24 +71,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
-    urls = list_run_urls(given.runs, given.fileroot)
-    if given.lock:
-        return remove_locks(given.runs, urls, is_confirmed=given.yes)
+    arguments = parser.parse_args(list(argv))
+    urls = list_run_urls(arguments.runs, arguments.fileroot)
+    if arguments.lock:
+        return remove_locks(arguments.runs, urls, is_confirmed=arguments.yes)
     if urls:
         raise ConfigError(
-            f"{urls[0]}: is a URL, and weft rm removes runs of this machine; remove the folder with "
-            f"the program of the storage"
+            f"{urls[0]}: is a URL, and weft rm removes runs of this machine; remove the folder "
+            "with the program of the storage"
         )
     parts = []
-    for name, is_requested in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)):
+    for name, is_requested in ((CHECKPOINTS, arguments.checkpoints), (RECOVER, arguments.recover)):
         if is_requested:
             parts.append(name)
-    root = Path(given.fileroot).expanduser()
+    root = Path(arguments.fileroot).expanduser()
     runs = {}
-    for run in (check_removable(find_run(word, root)) for word in given.runs):
+    for run in (check_removable(find_run(word, root)) for word in arguments.runs):
         runs[run.resolve()] = run
-    removals = [removal for run in runs.values() if (removal := plan_removal(run, parts)).paths]
+    removals = []
+    for run in runs.values():
+        removal = plan_removal(run, parts)
+        if removal.paths:
+            removals.append(removal)
     if not removals:
         print(
             f"nothing to remove: there are no {' or '.join(parts)} in "
@@ -96,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for removal in removals:
         print("\n".join(describe_removal(removal)))
-    if not given.yes and not confirm_removal(sum(removal.num_bytes for removal in removals)):
+    if not arguments.yes and not confirm_removal(sum(removal.num_bytes for removal in removals)):
         print("nothing was removed")
         return 1
     for removal in removals:
@@ -105,17 +110,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def list_run_urls(runs: Sequence[str], fileroot: str) -> list[str]:
-    """Return the URLs of those of the given runs that are in buckets."""
+    """Return the URLs of the runs that are in buckets; a name is relative to `fileroot`."""
     if is_remote(fileroot):
         return [f"{fileroot.rstrip('/')}/{run}" for run in runs if not is_remote(run)]
     return [run for run in runs if is_remote(run)]
 
 
 def remove_locks(runs: Sequence[str], urls: Sequence[str], *, is_confirmed: bool) -> int:
-    """Remove the locks of runs in buckets, and return the exit code, 1 if the user declines.
+    """Remove the locks of runs in buckets, and return the exit code: 1 if the user declines.
 
-    Raises `ConfigError` for a run on this machine, whose lock ends with its process, and for a run
-    whose process still runs on this machine.
+    `runs` are the names on the command line, and `urls` are the URLs of the runs in buckets. Raises
+    `ConfigError` if a run is not in a bucket, or if its process still runs on this machine.
     """
     if len(urls) < len(runs):
         raise ConfigError(
@@ -143,14 +148,14 @@ def check_removable(run: Path) -> Path:
     """Return `run` if it can be removed.
 
     Raises `ConfigError` for a link, for a folder that is not a run, for a run that is in use, and
-    for a folder that contains the current folder or another run.
+    for a folder that is or contains the current folder, or contains another run.
     """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
     if not _was_written_by_weft(run):
         raise ConfigError(
-            f"{run} is not the directory of a run: a run has {CONFIG} and {STATUS}, "
-            f"and this folder has neither"
+            f"{run} is not the directory of a run: a run has {CONFIG} and {STATUS}, and this "
+            "folder has neither"
         )
     if run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ConfigError(f"{run} contains the current folder; change to another folder first")
@@ -160,25 +165,29 @@ def check_removable(run: Path) -> Path:
         raise ConfigError(
             f"{format_status(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
         )
-    inside = []
+    contained_runs = []
     for folder in _list_folders(run):
         for path in find_runs(folder):
-            inside.append(path)
-    if inside:
-        raise ConfigError(f"{run} contains another run, {inside[0]}; move or remove that one first")
+            contained_runs.append(path)
+    if contained_runs:
+        raise ConfigError(
+            f"{run} contains another run, {contained_runs[0]}; move or remove that one first"
+        )
     return run
 
 
 def _list_folders(run: Path) -> list[Path]:
-    own = (CHECKPOINTS, RECOVER)
+    """Return the folders in `run` other than links, checkpoints and recovery points."""
+    managed = (CHECKPOINTS, RECOVER)
     result: list[Path] = []
-    for p in run.iterdir():
-        if p.is_dir() and not p.is_symlink() and p.name not in own:
-            result.append(p)
+    for path in run.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name not in managed:
+            result.append(path)
     return result
 
 
 def _was_written_by_weft(run: Path) -> bool:
+    """Return whether the folder has the status or the configuration of a run."""
     if "status" in read_json(run / STATUS):
         return True
     try:
@@ -190,25 +199,28 @@ def _was_written_by_weft(run: Path) -> bool:
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
     """Plan the removal of a whole run, or only of the given `parts`.
 
-    `parts` are the names of folders in the run, such as "checkpoints"; those that do not exist are
-    left out. If `parts` is empty, the whole run is removed.
+    `parts` are the names of folders in the run, such as "checkpoints"; missing folders are left
+    out. If `parts` is empty, the whole run is removed.
     """
     if not parts:
-        return RunRemoval(run, (run,), whole=True)
+        return RunRemoval(run, (run,), is_whole_run=True)
     return RunRemoval(
-        run, tuple(run / name for name in parts if os.path.lexists(run / name)), whole=False
+        run, tuple(run / name for name in parts if os.path.lexists(run / name)), is_whole_run=False
     )
 
 
 def describe_removal(removal: RunRemoval) -> Iterator[str]:
-    """Yield lines that describe the data to remove, and the runs that depend on it."""
+    """Yield lines that describe the files to remove, and the runs that depend on them."""
     status = read_json(removal.run / STATUS).get("status", "unfinished")
-    if removal.whole:
+    if removal.is_whole_run:
         yield f"{removal.run} ({status}), {format_size(removal.num_bytes)}:"
-    for path in [] if removal.whole else removal.paths:
+    for path in [] if removal.is_whole_run else removal.paths:
         yield f"{path}, {format_size(0 if path.is_symlink() else count_tree_bytes(path))}:"
-    inside = [p for path in removal.paths if not path.is_symlink() for p in path.iterdir()]
-    listed = sorted(inside, key=lambda p: -_count_bytes(p))
+    entries: list[Path] = []
+    for path in removal.paths:
+        if not path.is_symlink():
+            entries += path.iterdir()
+    listed = sorted(entries, key=lambda entry: -_count_bytes(entry))
     for path in listed[:MAX_LISTED_ENTRIES]:
         link = f"  -> {os.readlink(path)}, which stays" if path.is_symlink() else ""
         yield f"  {path.name:24} {format_size(_count_bytes(path)):>8}{link}"
@@ -224,16 +236,16 @@ def describe_removal(removal: RunRemoval) -> Iterator[str]:
         yield f"  its models are named in the configuration of {', '.join(users)}"
 
 
-def _count_bytes(path: Path) -> int:
-    if path.is_symlink():
+def _count_bytes(entry: Path) -> int:
+    if entry.is_symlink():
         return 0
-    return count_tree_bytes(path) if path.is_dir() else path.stat().st_size
+    return count_tree_bytes(entry) if entry.is_dir() else entry.stat().st_size
 
 
 def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
-    """Iterate over the runs whose configuration refers to a path in the run to be removed.
+    """Yield the runs in the same root folder whose configuration names a path in the removed run.
 
-    Only runs in the same root folder are searched.
+    If only recovery points are removed, no run depends on them.
     """
     if not any(path.name != RECOVER for path in removal.paths):
         return
@@ -263,8 +275,8 @@ def confirm_removal(num_bytes: int) -> bool:
 def remove(removal: RunRemoval) -> None:
     """Remove the folders and links in `removal`, and print what was removed.
 
-    The run is locked meanwhile, so that no process can start to work on it. Raises `ConfigError` if
-    a path cannot be removed.
+    The run is locked during the removal, so that no process starts to work on it. Raises
+    `ConfigError` if a path cannot be removed.
     """
     from weft.runtime.directory import RunLock
 
@@ -284,6 +296,6 @@ def remove(removal: RunRemoval) -> None:
     finally:
         lock.release()
     folder = removal.run.parent
-    if removal.whole and not any(folder.iterdir()) and folder.resolve() != Path.cwd():
-        folder.rmdir()  # remove the folder of an experiment without runs
+    if removal.is_whole_run and not any(folder.iterdir()) and folder.resolve() != Path.cwd():
+        folder.rmdir()  # the folder of an experiment without runs
     print(f"removed {', '.join(map(str, removal.paths))} ({format_size(num_bytes)})")

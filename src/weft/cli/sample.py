@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import model_arguments
-from weft.cli.parsing import CommandParser, parse_positive
+from weft.cli.parsing import CommandParser, parse_positive, split_names
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -34,7 +34,7 @@ EPILOG = """examples:
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft sample", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
-    parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
+    subcommands: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         (
             "report",
             write_report,
@@ -47,57 +47,59 @@ def build_parser() -> argparse.ArgumentParser:
             "write the best of n answers by a reward model, as SFT rows and preference pairs",
         ),
     )
-    for name, run, help in parts:
+    for name, run, help in subcommands:
         command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
         command.set_defaults(run=run)
         model_arguments.add_model_options(command)
-    reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
-    reporting.add_argument(
+    report_parser, score_parser, best_parser = (commands.choices[name] for name, *_ in subcommands)
+    report_parser.add_argument(
         "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs, or existing reports"
     )
-    scoring.add_argument(
+    score_parser.add_argument(
         "reports",
         nargs="+",
         type=Path,
         metavar="REPORT.json",
         help="reports; scores are written into them",
     )
-    scoring.add_argument(
+    score_parser.add_argument(
         "--reward", required=True, metavar="MODEL", help="reward model or run of one"
     )
-    choosing.add_argument("model", metavar="MODEL", help="policy: model or run")
-    choosing.add_argument(
+    best_parser.add_argument("model", metavar="MODEL", help="policy: model or run")
+    best_parser.add_argument(
         "--reward", required=True, metavar="MODEL", help="reward model or run of one"
     )
-    choosing.add_argument(
+    best_parser.add_argument(
         "--least",
         type=float,
         help="lowest score of an answer to train on (default: the best of each prompt)",
     )
-    choosing.add_argument(
+    best_parser.add_argument(
         "--keep-cut",
         action="store_true",
         help="also consider answers that were cut at the maximum length",
     )
-    for command, samples in ((reporting, 1), (choosing, 4)):
+    for command, samples in ((report_parser, 1), (best_parser, 4)):
         _add_sampling(command, samples)
         model_arguments.add_template_option(command)
-    reporting.add_argument(
+    report_parser.add_argument(
         "--prompts",
         metavar="FILE",
         help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one per line",
     )
-    choosing.add_argument("--prompts", required=True, metavar="FILE", help="prompts, as for report")
+    best_parser.add_argument(
+        "--prompts", required=True, metavar="FILE", help="prompts, as for report"
+    )
     return parser
 
 
 def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
     from weft.evaluation.answers import SHIPPED
 
-    one = command.prog.endswith("best")
+    is_best = command.prog.endswith("best")
     command.add_argument(
         "--settings",
-        default="warm" if one else "greedy,k50",
+        default="warm" if is_best else "greedy,k50",
         metavar="NAME|FILE,...",
         help=f"sampling settings: {', '.join(SHIPPED)}, or those of a YAML or JSON file (default %(default)s)",
     )
@@ -129,7 +131,7 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
     command.add_argument(
         "--out",
         type=Path,
-        default=Path("best" if one else "answers"),
+        default=Path("best" if is_best else "answers"),
         metavar="DIR",
         help="output folder (default %(default)s)",
     )
@@ -140,83 +142,86 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable input.
     """
-    given = build_parser().parse_args(list(argv))
-    out: Path | None = vars(given).get("out")
+    arguments = build_parser().parse_args(list(argv))
+    out: Path | None = vars(arguments).get("out")
     if out is not None and out.exists() and not out.is_dir():  # checked before any model is loaded
         raise ConfigError(f"--out {out}: is not a folder; name another")
-    run: Callable[[argparse.Namespace], None] = given.run
-    run(given)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    run(arguments)
     return 0
 
 
-def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
+def _read_settings(arguments: argparse.Namespace) -> list[SamplingSettings]:
     from weft.evaluation.answers import choose
 
-    base = GenerationSpec(max_new_tokens=given.max_new_tokens, seed=given.seed)
-    validate(base)
-    chosen, notes = choose([word for word in given.settings.split(",") if word], base)
+    spec = GenerationSpec(max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
+    validate(spec)
+    chosen, notes = choose(split_names([arguments.settings]), spec)
     for note in notes:
         model_arguments.print_note(note)
     return chosen
 
 
 def _sample(
-    given: argparse.Namespace,
+    arguments: argparse.Namespace,
     opened: OpenedModel,
     prompts: Sequence[EvaluationPrompt],
     settings: Sequence[SamplingSettings],
-    label: str,
+    title: str,
 ) -> list[list[list[SampledAnswer]]]:
-    """Sample answers as the options say, with a progress bar called `label`."""
+    """Return sampled answers by prompt, settings and sample, and show the progress bar `title`."""
     from weft.evaluation.answers import sample_answers
 
-    with model_arguments.show_progress(label) as bar:
+    with model_arguments.show_progress(title) as progress:
         return sample_answers(
             opened,
             prompts,
             settings,
-            samples=given.samples,
-            system=given.system,
-            plain=given.plain,
-            progress=bar,
+            samples=arguments.samples,
+            system=arguments.system,
+            plain=arguments.plain,
+            progress=progress,
         )
 
 
 # -- report
 
 
-def write_report(given: argparse.Namespace) -> None:
-    """Answer the prompts with each model, and write `OUT/MODEL.json` and `OUT/report.html`."""
+def write_report(arguments: argparse.Namespace) -> None:
+    """Answer the prompts with each model, and write `OUT/MODEL.json` and `OUT/report.html`.
+
+    Existing reports among the models are added to the page.
+    """
     from weft.evaluation import sampling_report
     from weft.evaluation.answers import read_prompts
 
     # Read existing reports, and check the models before any is loaded.
-    report_files = [name for name in given.models if name.endswith(".json")]
-    model_names = [name for name in given.models if name not in report_files]
+    report_files = [name for name in arguments.models if name.endswith(".json")]
+    model_names = [name for name in arguments.models if name not in report_files]
     reports = {name: sampling_report.read(Path(name)) for name in report_files}
-    if model_names and given.prompts is None:
+    if model_names and arguments.prompts is None:
         raise ConfigError(
             "--prompts is missing: name a file of prompts (existing reports need none)"
         )
-    settings = _read_settings(given)
+    settings = _read_settings(arguments)
     model_arguments.check_policies(model_names)
-    prompts = read_prompts(given.prompts, given.n) if model_names else []
-    arguments = {}  # to record in the reports
-    for name, value in vars(given).items():
+    prompts = read_prompts(arguments.prompts, arguments.n) if model_names else []
+    recorded = {}  # arguments to record in the reports
+    for name, value in vars(arguments).items():
         if name != "run":
-            arguments[name] = str(value) if isinstance(value, Path) else value
+            recorded[name] = str(value) if isinstance(value, Path) else value
     # Sample with each model, and write its report.
     for name in model_names:
-        opened = model_arguments.load_policy(name, given)
+        opened = model_arguments.load_policy(name, arguments)
         label = sampling_report.shorten_name(opened.name)
-        answers = _sample(given, opened, prompts, settings, label)
-        built = sampling_report.build(opened.name, arguments, prompts, settings, answers)
-        file = _find_free_path(given.out, label, reports)
+        answers = _sample(arguments, opened, prompts, settings, label)
+        built = sampling_report.build(opened.name, recorded, prompts, settings, answers)
+        file = _find_free_path(arguments.out, label, reports)
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
         print(file)
     # Build the page of all reports.
-    page = given.out / "report.html"
+    page = arguments.out / "report.html"
     sampling_report.write(
         page,
         sampling_report.render_page(
@@ -227,41 +232,39 @@ def write_report(given: argparse.Namespace) -> None:
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """Return an unused path in `folder` for the report of the model `name`.
+    """Return a path in `folder` for the report of the model `name` that is not in `taken`.
 
-    The file is named after the model. If another report already has this path, a number is added to
-    the file name. `taken` has the paths of the other reports.
+    The file is named after the model; a number is added if the path of another report is the same.
     """
-    stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
-    numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)
+    base_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
+    numbered = [base_name, *(f"{base_name}-{number}" for number in range(2, 1000))]
+    paths = (folder / f"{each}.json" for each in numbered)
+    return next(path for path in paths if str(path) not in taken)
 
 
 # -- score
 
 
-def score_reports(given: argparse.Namespace) -> None:
-    """Score every answer in the reports with a reward model.
+def score_reports(arguments: argparse.Namespace) -> None:
+    """Score every answer in the reports with a reward model, and write the scores into the reports.
 
-    The scores are written into the reports. The mean score is printed for each model and each
-    sampling setting.
+    The mean score of each model and each sampling setting is printed.
     """
     from weft.evaluation import answers, sampling_report
 
-    reports = [(path, sampling_report.read(path)) for path in given.reports]
-    opened = model_arguments.load_scorer(given.reward, given)
+    reports = [(path, sampling_report.read(path)) for path in arguments.reports]
+    opened = model_arguments.load_scorer(arguments.reward, arguments)
     rows = list[tuple[str, str, float, float, int]]()
-    for path, read in reports:
-        prompts = sampling_report.extract_prompts(read)
-        outputs = [
-            [text for result in row["results"] for text in result["outputs"]]
-            for row in read["prompts"]
-        ]
-        sampling_report.add_scores(read, answers.score_replies(opened, prompts, outputs))
-        read["reward_model"] = opened.name
-        sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
-        for name, statistics in sampling_report.compute_means(read).items():
-            rows.append((str(read["model_name"]), name, *statistics))
+    for path, report in reports:
+        prompts = sampling_report.extract_prompts(report)
+        outputs = []
+        for row in report["prompts"]:
+            outputs.append([text for result in row["results"] for text in result["outputs"]])
+        sampling_report.add_scores(report, answers.score_replies(opened, prompts, outputs))
+        report["reward_model"] = opened.name
+        sampling_report.write(path, json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+        for name, statistics in sampling_report.compute_means(report).items():
+            rows.append((str(report["model_name"]), name, *statistics))
     rows.sort(key=lambda row: -row[2])
     table_rows = []
     for model, setting, mean, error, count in rows:
@@ -274,8 +277,8 @@ def score_reports(given: argparse.Namespace) -> None:
             )
         )
     _print_table(("model", "setting", "mean reward", "answers"), table_rows)
-    again = " ".join(str(path) for path, _ in reports)
-    print(f"the scores are in the reports; weft sample report {again} rebuilds the page")
+    report_paths = " ".join(str(path) for path, _ in reports)
+    print(f"the scores are in the reports; weft sample report {report_paths} rebuilds the page")
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -293,32 +296,32 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 # -- best
 
 
-def write_best_answers(given: argparse.Namespace) -> None:
+def write_best_answers(arguments: argparse.Namespace) -> None:
     """Sample several answers per prompt, score them, and write the best and the worst.
 
-    The scores are those of a reward model. Three files are written: the best answers as rows for
-    SFT, the worst answers in the same format, and preference pairs of the best and the worst answer
-    of each prompt.
+    A reward model gives the scores. Three files are written: the best answers as rows for SFT, the
+    worst answers in the same format, and preference pairs of the best and the worst answer to each
+    prompt.
     """
     from weft.evaluation import sampling_report
     from weft.evaluation.answers import read_prompts, score_replies
 
-    settings = _read_settings(given)
-    prompts = read_prompts(given.prompts, given.n)
-    reward = model_arguments.load_scorer(given.reward, given)
-    opened = model_arguments.load_policy(given.model, given)
+    settings = _read_settings(arguments)
+    prompts = read_prompts(arguments.prompts, arguments.n)
+    reward = model_arguments.load_scorer(arguments.reward, arguments)
+    opened = model_arguments.load_policy(arguments.model, arguments)
     answers: list[list[SampledAnswer]] = []
-    for of_prompt in _sample(given, opened, prompts, settings, "answers"):
-        answers.append([answer for group in of_prompt for answer in group])
+    for groups in _sample(arguments, opened, prompts, settings, "answers"):
+        answers.append([answer for group in groups for answer in group])
     scores = score_replies(
         reward, prompts, [[answer.text for answer in group] for group in answers]
     )
-    choices = sampling_report.choose(prompts, answers, scores, finished_only=not given.keep_cut)
-    for name, count in sampling_report.save(choices, given.out, least=given.least).items():
-        print(f"{given.out / name}  {count} rows")
+    choices = sampling_report.choose(prompts, answers, scores, finished_only=not arguments.keep_cut)
+    for name, count in sampling_report.save(choices, arguments.out, least=arguments.least).items():
+        print(f"{arguments.out / name}  {count} rows")
     if choices:
-        top = sum(choice.scores[0] for choice in choices) / len(choices)
+        best_mean = sum(choice.scores[0] for choice in choices) / len(choices)
         mean = sum(sum(prompt_scores) / len(prompt_scores) for prompt_scores in scores) / len(
             scores
         )
-        print(f"mean reward {mean:.4f}, of the best of each prompt {top:.4f}")
+        print(f"mean reward {mean:.4f}, of the best of each prompt {best_mean:.4f}")

@@ -15,19 +15,20 @@ from weft.cli import dialects
 from weft.errors import ConfigError, find_nearest
 from weft.reading import MOST_YAML, iterate_files, parse_yaml, read_text
 
-OWN_FOLDER = "configs"  # folder of user sections, in the working directory
-SHIPPED = "weft"  # name of the folder of shipped sections in messages
-READY = "ready"  # its subfolder of complete recipes, one per file
+OWN_FOLDER = "configs"  # folder of the user's sections, in the working directory
+SHIPPED = "weft"  # name of the built-in sections in messages, in place of a folder
+READY = "ready"  # their subfolder of complete recipes, one per file
 SUFFIXES = (".yaml", ".yml")
 
-KeyPath = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value, outermost first
 
 
 @dataclass(frozen=True)
 class ConfigSection:
     """Named group of settings in a YAML file.
 
-    `lines` maps the path of every key in the section to its line number.
+    `line` is the line of its name, and `lines` maps the path of every key in it to a line number.
+    `file` is the path in messages; that of a built-in section begins with `weft:`.
     """
 
     name: str
@@ -36,10 +37,10 @@ class ConfigSection:
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int] = field(repr=False, default_factory=dict)
     shipped: bool = False
-    foreign: bool = False  # True for the configuration of another program, a whole file
+    foreign: bool = False  # True for a whole file in the format of another program
 
     def find_location(self, *path: str | int) -> str:
-        """Return `FILE:LINE` of the value at `path`, or of its nearest parent with a known line."""
+        """Return `FILE:LINE` of the key at `path`, or of its nearest parent with a known line."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines[path] if path else self.line}"
@@ -49,7 +50,7 @@ class ConfigSection:
 class SectionFile:
     """Contents of a YAML file with config sections.
 
-    `strays` are keys outside of any section, each with its line number.
+    `strays` are (key, line number) of the keys outside of any section.
     """
 
     sections: tuple[ConfigSection, ...]
@@ -58,7 +59,7 @@ class SectionFile:
 
     @property
     def problems(self) -> list[str]:
-        """Error messages, one for each key outside of any section."""
+        """Error messages for the keys outside of any section."""
         result: list[str] = []
         for stray, line in self.strays:
             result.append(
@@ -71,8 +72,8 @@ class SectionFile:
 class SectionLibrary:
     """All available config sections.
 
-    To find a section by name, the sections in `./configs` are searched first, then those in the
-    folders of `--config-dir`, then the built-in ones.
+    A name is looked up in `./configs`, then in the folders of `--config-dir`, then among the
+    built-in sections.
     """
 
     # (folder, contents of a file), in search order
@@ -80,25 +81,25 @@ class SectionLibrary:
 
     @classmethod
     def from_folders(
-        cls, folders: Sequence[str] = (), broken: list[str] | None = None
+        cls, folders: Sequence[str] = (), problems: list[str] | None = None
     ) -> SectionLibrary:
         """Read the built-in YAML files and all YAML files in `./configs` and in `folders`.
 
-        Raises `ConfigError` for a missing folder or an invalid YAML file. If `broken` is given,
+        Raises `ConfigError` for a missing folder or an invalid YAML file. If `problems` is given,
         messages about invalid files are appended to it instead.
         """
         entries: list[tuple[str, SectionFile]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
-            inside = list_yaml_files(Path(folder), f"--config-dir {folder}")
-            for path in inside:
-                for contents in _read_contents(path, broken):
+            paths = list_yaml_files(Path(folder), f"--config-dir {folder}")
+            for path in paths:
+                for contents in _read_contents(path, problems):
                     entries.append((folder, contents))
         return cls((*entries, *((SHIPPED, contents) for contents in _read_shipped())))
 
     def iterate_sections(self) -> Iterator[ConfigSection]:
-        """Iterate over the sections in search order, with one section per name."""
+        """Iterate over the sections in search order, one for each name."""
         return (self.get(name) for name in self.list_names())
 
     def list_names(self) -> list[str]:
@@ -115,68 +116,75 @@ class SectionLibrary:
         Raises `ConfigError` if the name is unknown, if the section's file has keys outside of any
         section, or if two sections with this name in the same folder have different values.
         """
-        same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
-        if not same:
+        matches = []
+        for folder, contents in self.contents:
+            for section in contents.sections:
+                if section.name == name:
+                    matches.append((folder, contents, section))
+        if not matches:
             raise self._build_unknown_error(name)
-        folder, contents, section = same[0]
-        for wrong in contents.problems:
-            raise ConfigError(wrong)
-        for other_folder, _, other in same[1:]:
+        folder, contents, section = matches[0]
+        for problem in contents.problems:
+            raise ConfigError(problem)
+        for other_folder, _, other in matches[1:]:
             if other_folder == folder and dict(other.values) != dict(section.values):
                 raise ConfigError(
-                    f"section {name!r} is in {section.file}:{section.line} and, with other "
-                    f"values, in "
-                    f"{other.file}:{other.line}; rename one of them"
+                    f"section {name!r} is in {section.file}:{section.line} and, with other values, "
+                    f"in {other.file}:{other.line}; rename one of them"
                 )
         return section
 
     def _build_unknown_error(self, name: str) -> ConfigError:
-        known = {}
+        sections = {}
         for _, contents in self.contents:
-            for s in contents.sections:
-                known[s.name] = s
-        close = find_nearest(name, known)
+            for section in contents.sections:
+                sections[section.name] = section
+        similar = find_nearest(name, sections)
         if Path(name).suffix in SUFFIXES and Path(name).is_file():
             return ConfigError(
                 f"--configs {name}: needs names of sections; a file of options is read with "
                 f"--config {name}"
             )
-        hint = " or ".join(f"{each} ({known[each].file}:{known[each].line})" for each in close)
-        looked = list(dict.fromkeys(folder for folder, _ in self.contents))
+        hint = " or ".join(
+            f"{similar_name} ({sections[similar_name].file}:{sections[similar_name].line})"
+            for similar_name in similar
+        )
+        searched = list(dict.fromkeys(folder for folder, _ in self.contents))
         return ConfigError(
             f"unknown section {name!r}; "
-            + (f"did you mean {hint}?" if close else "weft config ls lists them")
-            + f" (looked in {', '.join(looked)})"
+            + (f"did you mean {hint}?" if similar else "weft config ls lists them")
+            + f" (looked in {', '.join(searched)})"
         )
 
 
-def list_yaml_files(folder: Path, what: str) -> list[Path]:
+def list_yaml_files(folder: Path, description: str) -> list[Path]:
     """Return the YAML files in a folder and its subfolders.
 
-    Raises `ConfigError` if there are too many files. `what` describes the folder in messages.
+    `description` names the folder in messages. Raises `ConfigError` if there are too many files.
     """
     return sorted(
         path
-        for path in iterate_files(folder, what, ConfigError)
+        for path in iterate_files(folder, description, ConfigError)
         if path.suffix in SUFFIXES and path.is_file()
     )
 
 
-def _read_contents(path: Path, broken: list[str] | None) -> Iterator[SectionFile]:
+def _read_contents(path: Path, problems: list[str] | None) -> Iterator[SectionFile]:
+    """Yield the contents of a file, or nothing if it is invalid and `problems` gets the message."""
     try:
         yield read_file(path)
     except ConfigError as error:
-        if broken is None:
+        if problems is None:
             raise
-        broken.append(str(error))
+        problems.append(str(error))
 
 
 def read_file(path: Path, display_path: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
-    If options are at the top level of the file, the whole file is one section, which is named after
-    the file. `display_path` is the path shown in messages. Raises a `ConfigError` with file and
-    line if the YAML is invalid.
+    If the file has options at its top level, the whole file is one section, which is named after
+    the file. `display_path` is the path in messages. Raises a `ConfigError` with file and line if
+    the YAML is invalid.
     """
     display_path = display_path or str(path)
     values, node = parse_yaml(
@@ -186,8 +194,8 @@ def read_file(path: Path, display_path: str = "") -> SectionFile:
         return SectionFile(())
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{display_path}:1: contains {type(values).__name__}; write sections as NAME: with key: value "
-            f"below"
+            f"{display_path}:1: contains {type(values).__name__}; write sections as NAME: with "
+            "key: value below"
         )
     lines = dict(_iterate_key_lines(node, ()))
     return _build_contents(
@@ -198,37 +206,37 @@ def read_file(path: Path, display_path: str = "") -> SectionFile:
 def _build_contents(
     values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, display_path: str
 ) -> SectionFile:
-    shipped = display_path.startswith(f"{SHIPPED}:")
-    groups = set()
+    is_shipped = display_path.startswith(f"{SHIPPED}:")
+    group_names = set()
     for name, value in values.items():
         if isinstance(value, Mapping):
-            groups.add(name)
-    plain = []
+            group_names.add(name)
+    option_names = []
     for name, value in values.items():
         if not isinstance(value, Mapping) and value is not None:
-            plain.append(name)
+            option_names.append(name)
     dialect = dialects.find("open_assistant")
-    foreign = dialect is not None and dialect.is_trlx_file(values)
+    is_foreign = dialect is not None and dialect.is_trlx_file(values)
     foreign_keys = () if dialect is None else dialect.KEYS
-    if foreign or (plain and groups <= {*foreign_keys, *_load_option_groups()}):
+    if is_foreign or (option_names and group_names <= {*foreign_keys, *_load_option_groups()}):
         return SectionFile(
-            (ConfigSection(path.stem, display_path, 1, values, lines, shipped, foreign),)
+            (ConfigSection(path.stem, display_path, 1, values, lines, is_shipped, is_foreign),)
         )
-    sections = tuple(
-        ConfigSection(
-            name,
-            display_path,
-            lines.get((name,), 1),
-            {str(key): each for key, each in (values[name] or {}).items()},
-            {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1},
-            shipped,
+    sections = []
+    for name, value in values.items():
+        if name in option_names:
+            continue
+        section_values = {str(key): each for key, each in (value or {}).items()}
+        section_lines = {}
+        for path_of_key, line in lines.items():
+            if path_of_key[0] == name and len(path_of_key) > 1:
+                section_lines[path_of_key[1:]] = line
+        start = lines.get((name,), 1)
+        sections.append(
+            ConfigSection(name, display_path, start, section_values, section_lines, is_shipped)
         )
-        for name in values
-        if name not in plain
-    )
-    return SectionFile(
-        sections, tuple((name, lines.get((name,), 1)) for name in plain), display_path
-    )
+    strays = tuple((name, lines.get((name,), 1)) for name in option_names)
+    return SectionFile(tuple(sections), strays, display_path)
 
 
 @cache
@@ -248,11 +256,12 @@ def _load_option_groups() -> frozenset[str]:
 
 
 def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
+    """Yield (path, line number) of every key and list item below `node`, whose path is `path`."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            below = (*path, str(key.value))
-            yield below, key.start_mark.line + 1
-            yield from _iterate_key_lines(value, below)
+            key_path = (*path, str(key.value))
+            yield key_path, key.start_mark.line + 1
+            yield from _iterate_key_lines(value, key_path)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*path, index), value.start_mark.line + 1
@@ -260,9 +269,9 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
 
 
 def find_shipped_file(display_path: str) -> Path:
-    """Return the path of a built-in file, given its name in messages.
+    """Return the path of a built-in file from its path in messages.
 
-    It is `weft:ready/NAME.yaml` for a recipe, and `weft:NAME.yaml` for other sections.
+    This is `weft:ready/NAME.yaml` for a recipe, and `weft:NAME.yaml` for other sections.
     """
     name = display_path.removeprefix(f"{SHIPPED}:")
     if name.split("/")[0] == READY:
@@ -271,18 +280,18 @@ def find_shipped_file(display_path: str) -> Path:
 
 
 def find_recipe_file(path: str) -> str:
-    """Return `path`, or the built-in recipe if `path` is `recipes/NAME.yaml` and does not exist."""
-    place = Path(path)
-    shipped = find_shipped_file(f"{READY}/{place.name}")
-    if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():
+    """Return `path`, or the built-in recipe if `path` is a missing file `recipes/NAME.yaml`."""
+    recipe = Path(path)
+    shipped = find_shipped_file(f"{READY}/{recipe.name}")
+    if str(recipe.parent) == "recipes" and not recipe.exists() and shipped.is_file():
         return str(shipped)
     return path
 
 
 def list_example_sections() -> tuple[str, ...]:
-    """Return built-in sections for the examples in help texts.
+    """Return names of built-in sections for examples in help texts.
 
-    Together they make a run; that of the model comes last.
+    Together they configure a run. The last one is the section of the model.
     """
     dialect = dialects.find("open_assistant")
     return ("sft-tldr-pythia-1b",) if dialect is None else dialect.EXAMPLE_SECTIONS

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from weft.serve.served_model import ServedModel
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
-# Seconds between thread switches. A thread in Python code, such as a slow template, delays the
-# event loop by this time at every switch, and an answer needs several.
+# Seconds between thread switches. The event loop waits this long each time another thread executes
+# Python code, such as a slow template, and an answer needs several switches.
 SWITCH_INTERVAL_SECONDS = 5e-4
 MAX_TOKEN_BYTES = 1 << 16  # maximum bytes of a token file
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that bound a request, and what all requests together may take."""
+    """Add the options that limit a single request, and all requests together."""
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -143,9 +143,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` (exit code 2) for models that cannot be served.
     """
-    given = build_parser().parse_args(list(argv))
-    _check_arguments(given)
-    token, source = _find_token(given)
+    arguments = build_parser().parse_args(list(argv))
+    _check_arguments(arguments)
+    token, source = _find_token(arguments)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -161,26 +161,28 @@ def main(argv: Sequence[str]) -> int:
             f"weft serve needs the package {error.name}; run: {install('serve')}"
         ) from None
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    ended = threading.Event()
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, lambda *_: ended.set())
+    stop_requested = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: stop_requested.set())
     limits = ServerLimits(
-        body_bytes=int(given.max_body_mb * 2**20),
-        seconds=given.timeout,
-        most_prompt=given.max_prompt_tokens,
-        prompt_bytes=int(given.max_prompt_kb * 2**10),
-        most_new=given.max_new_tokens,
-        most_load=given.max_load,
+        body_bytes=int(arguments.max_body_mb * 2**20),
+        seconds=arguments.timeout,
+        most_prompt=arguments.max_prompt_tokens,
+        prompt_bytes=int(arguments.max_prompt_kb * 2**10),
+        most_new=arguments.max_new_tokens,
+        most_load=arguments.max_load,
     )
-    served = load_models(given)
-    ports = server.ServerPorts(given.host, given.http_port, given.grpc_port, given.metrics_port)
+    served = load_models(arguments)
+    ports = server.ServerPorts(
+        arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port
+    )
     with server.Server(served, ports, limits, token) as running:
-        # The objects of modules, models and tokenizers stay. Without this, the garbage collector
-        # looks at all of them now and then, for tenths of a second in which no thread can answer.
+        # Exclude the objects of modules, models and tokenizers from garbage collection: scanning
+        # them takes tenths of a second, in which no thread can answer.
         gc.freeze()
         for line in _describe_server(running.urls, served, source):
             print(line, flush=True)
-        ended.wait()
+        stop_requested.wait()
         print("stopping", flush=True)
     return 0
 
@@ -195,65 +197,70 @@ def _describe_server(urls: dict[str, str], models: Sequence[ServedModel], source
     return [*lines, source, "Ctrl-C ends it"]
 
 
-def _check_arguments(given: argparse.Namespace) -> None:
-    if given.model is None and given.reward is None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` if no model is named, or if a port, a name or a limit is invalid."""
+    if arguments.model is None and arguments.reward is None:
         raise ConfigError(
             "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), "
             "or both"
         )
     for name in ("http_port", "grpc_port", "metrics_port"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         option = "port" if name == "http_port" else name.replace("_", "-")
         if value is not None and not 0 <= value <= 65535:
             raise ConfigError(f"--{option}={value}: must be from 0 to 65535")
     for name in ("name", "reward_name"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if value is not None and not NAME.fullmatch(value):
             raise ConfigError(
                 f"--{name.replace('_', '-')}={value!r}: clients put the name into URLs; write "
-                f"letters, digits, '.', '_', ':', "
-                "'@', '+' or '-', at most 128 of them, the first a letter or digit"
+                "letters, digits, '.', '_', ':', '@', '+' or '-', at most 128 of them, the first "
+                "a letter or digit"
             )
-    tokens = ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass")
-    for name in (*tokens, "max_prompt_kb", "max_load", "max_body_mb", "timeout"):
-        if not 0 < getattr(given, name) < 2**53:
+    token_limits = ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass")
+    for name in (*token_limits, "max_prompt_kb", "max_load", "max_body_mb", "timeout"):
+        if not 0 < getattr(arguments, name) < 2**53:
             raise ConfigError(
-                f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number "
+                f"--{name.replace('_', '-')}={getattr(arguments, name)}: must be a finite number "
                 f"above 0"
             )
-    if given.kv_cache_gb is None:
+    if arguments.kv_cache_gb is None:
         problem = None
     else:
-        problem = find_cache_problem(given.kv_cache_gb)
+        problem = find_cache_problem(arguments.kv_cache_gb)
     if problem is not None:
-        raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
+        raise ConfigError(f"--kv-cache-gb={arguments.kv_cache_gb:g}: {problem}")
 
 
-def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
+def _find_token(arguments: argparse.Namespace) -> tuple[str | None, str]:
     """Return the token that clients must send, and a line that tells the user its source.
 
-    The token is read from a file or an environment variable, or else generated. With `--no-token`,
-    it is None. Raises `ConfigError` for an invalid token; the message does not contain the token.
+    The token is read from a file or an environment variable; without these, it is generated. With
+    `--no-token`, it is None. Raises `ConfigError` for an invalid token; the message does not
+    contain the token.
     """
-    if given.no_token:
-        if given.host not in LOOPBACK or given.token_file or given.token_env:
+    if arguments.no_token:
+        if arguments.host not in LOOPBACK or arguments.token_file or arguments.token_env:
             raise ConfigError(
                 "--no-token is allowed only with --host=127.0.0.1, and without --token-file and "
                 "--token-env"
             )
         return None, "no token: any process on this machine may send requests"
-    if given.token_file and given.token_env:
+    if arguments.token_file and arguments.token_env:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
-    if given.token_file:
+    if arguments.token_file:
         token = read_text(
-            given.token_file, f"--token-file={given.token_file}", ConfigError, MAX_TOKEN_BYTES
+            arguments.token_file,
+            f"--token-file={arguments.token_file}",
+            ConfigError,
+            MAX_TOKEN_BYTES,
         ).strip()
-        source = f"token: read from {given.token_file}"
+        source = f"token: read from {arguments.token_file}"
     else:
-        variable = given.token_env or TOKEN_VARIABLE
+        variable = arguments.token_env or TOKEN_VARIABLE
         token = os.environ.get(variable, "").strip()
         source = f"token: read from {variable}"
-        if not token and given.token_env:
+        if not token and arguments.token_env:
             raise ConfigError(
                 "--token-env names an environment variable that is not set; export it"
             )
@@ -267,58 +274,61 @@ def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
     return token, source
 
 
-def load_models(given: argparse.Namespace) -> list[ServedModel]:
+def load_models(arguments: argparse.Namespace) -> list[ServedModel]:
     """Load the policy and the reward model that the command line names.
 
     Raises `UserError` for models that cannot be served.
     """
     model_requests: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
-    if given.model is not None:
-        path = _find_path(given.model, ModelQuery("MODEL"))
-        scores = is_scorer(path)
-        if scores and given.reward is not None:
+    if arguments.model is not None:
+        path = _find_path(arguments.model, ModelQuery("MODEL"))
+        is_reward_model = is_scorer(path)
+        if is_reward_model and arguments.reward is not None:
             raise CheckpointError(
                 f"{path} is also a reward model; name a policy, or leave out --reward"
             )
-        name = (given.name or given.reward_name) if scores else given.name
-        model_requests.append((path, name or build_served_name(path), "score" if scores else "lm"))
-    if given.reward is not None:
-        path = _find_path(given.reward, ModelQuery("--reward", SCORERS))
+        name = (arguments.name or arguments.reward_name) if is_reward_model else arguments.name
+        model_requests.append(
+            (path, name or build_served_name(path), "score" if is_reward_model else "lm")
+        )
+    if arguments.reward is not None:
+        path = _find_path(arguments.reward, ModelQuery("--reward", SCORERS))
         if not is_scorer(path):
             raise CheckpointError(
-                f"--reward={given.reward} has no score head; train one with weft quickstart rw"
+                f"--reward={arguments.reward} has no score head; train one with weft quickstart rw"
             )
-        name = given.reward_name or build_served_name(path)
-        if [name] == [policy for _, policy, _ in model_requests]:
-            if given.reward_name is not None:
+        name = arguments.reward_name or build_served_name(path)
+        if [name] == [other_name for _, other_name, _ in model_requests]:
+            if arguments.reward_name is not None:
                 raise ConfigError(f"both models are called {name}; set --name or --reward-name")
             name = f"{name}-reward"
         model_requests.append((path, name, "score"))
-    return [_load(given, *each) for each in model_requests]
+    return [_load(arguments, *request) for request in model_requests]
 
 
-def _find_path(name: str, wanted: ModelQuery) -> str:
-    model = find_model(name, wanted)
+def _find_path(name: str, query: ModelQuery) -> str:
+    """Return the path of the model `name`, and print the note about how it was found."""
+    model = find_model(name, query)
     if model.note:
         print(model.note, file=sys.stderr)
     return model.path
 
 
-def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
+def _load(arguments: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
     """Load the model at `path` and its tokenizer, and return them as a `ServedModel`.
 
-    The thread that executes the model is not started yet. `name` is the model's name in requests.
-    `head` is "lm" for a policy; any other head is loaded as a reward model.
+    The thread that executes the model is not started. `name` is the model's name in requests.
+    `head` is "lm" for a policy; with any other head, a reward model is loaded.
     """
     from weft.serve.served_model import LOGPROBS, REWARDS, ServedModel
     from weft.serve.worker import ServingWorker
 
     model = ModelSpec(
         path=path,
-        backend=given.backend,
-        device=given.device,
-        dtype=given.dtype,
-        quantize=given.quantize,
+        backend=arguments.backend,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
     )
     opened = (open_policy if head == "lm" else open_scorer)(model)
     engine = opened.engine
@@ -326,15 +336,15 @@ def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served
     spec = None
     if head == "lm":
         spec = GenerationSpec(
-            max_new_tokens=given.max_new_tokens,
+            max_new_tokens=arguments.max_new_tokens,
             seed=int.from_bytes(os.urandom(4), "little"),
             tokenizer=tokenizer,
             stop_ids=tokenizer.list_stop_ids(),
-            kv_cache_gb=given.kv_cache_gb,
+            kv_cache_gb=arguments.kv_cache_gb,
         )
     return ServedModel(
         name=name,
-        worker=ServingWorker(engine, spec, given.max_tokens_per_pass),
+        worker=ServingWorker(engine, spec, arguments.max_tokens_per_pass),
         tokenizer=tokenizer,
         vocab_size=int(engine.description["vocab_size"]),
         output=LOGPROBS if head == "lm" else REWARDS,

@@ -35,8 +35,8 @@ from weft.observe.run_files import CONFIG, HARDWARE, RunRecord
 from weft.observe.run_list import METRICS, RunSummary, read_last_lines, summarize
 from weft.redaction import mask_values, mask_words
 
-METRICS_SHOWN = 12
-CHECKPOINTS_SHOWN = 5  # newest checkpoints shown per role
+METRICS_SHOWN = 12  # number of metrics shown; validation metrics are shown in any case
+CHECKPOINTS_SHOWN = 5  # number of newest checkpoints shown per role
 NAMES = ("experiment_name", "trial_name")
 EPILOG = """examples:
   weft show runs/first/ppo
@@ -57,30 +57,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the page as JSON")
     if print_help_if_empty(parser, argv):
         return 2
-    given = parser.parse_args(list(argv))
-    run = find_run(given.run, open_root(given.fileroot))
+    arguments = parser.parse_args(list(argv))
+    run = find_run(arguments.run, open_root(arguments.fileroot))
     config = mask_values(_read_run_config(run))
-    if given.config:
+    if arguments.config:
         print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
         return 0
     from weft.launch.stop import is_alive
 
     summary = summarize(run, is_alive)
     record = RunRecord.read(run)
-    if given.json:
-        known = {
+    if arguments.json:
+        best = BestRecord.read(run)
+        content = {
             "path": name_place(run),
             "status": summary.status,
             "step": summary.step,
-            "best": None if (best := BestRecord.read(run)) is None else vars(best),
+            "best": None if best is None else vars(best),
             **mask_values(record.to_plain()),
+            "changed_options": _find_changed_options(config, summary.algorithm)[0],
         }
-        print(
-            json.dumps(
-                known | {"changed_options": _find_changed_options(config, summary.algorithm)[0]},
-                indent=1,
-            )
-        )
+        print(json.dumps(content, indent=1))
         return 0
     print("\n".join(format_page(run, summary, record, config)))
     return 0
@@ -101,16 +98,19 @@ def format_page(
         yield f"check: {summary.diagnosis}"
     yield ""
     yield from _format_start_commands(run, record)
-    changed, heading = _find_changed_options(config, summary.algorithm)
+    changed_options, heading = _find_changed_options(config, summary.algorithm)
     yield heading
-    by_weft = [name for name in changed if name in record.chosen]
+    chosen_by_weft = [name for name in changed_options if name in record.chosen]
     option_notes = {}
-    for name, (_, default) in changed.items():
-        if name not in by_weft:
+    for name, (_, default) in changed_options.items():
+        if name not in chosen_by_weft:
             option_notes[name] = f"default {_format_value(default)}"
-    option_notes |= dict.fromkeys(by_weft, CHOSEN)
+    option_notes |= dict.fromkeys(chosen_by_weft, CHOSEN)
     yield from _align_columns(
-        [(f"{name}={_format_value(changed[name][0])}", note) for name, note in option_notes.items()]
+        [
+            (f"{name}={_format_value(changed_options[name][0])}", note)
+            for name, note in option_notes.items()
+        ]
     )
     yield ""
     yield from _format_checkpoints(run)
@@ -124,32 +124,25 @@ def format_page(
 
 
 def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
-    """Yield lines about the last start of the run and about earlier starts.
-
-    The full command is shown only for the last start.
-    """
+    """Yield lines about the last start of the run, with its command, and about earlier starts."""
     if not record.starts:
         return
-    last = record.starts[-1]
+    last_start = record.starts[-1]
     yield "command"
-    yield from split_command(mask_words(last.command), get_terminal_width())
-    versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
-    rows = [
-        (
-            "started",
-            f"{_format_time(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}",
-        )
-    ]
+    yield from split_command(mask_words(last_start.command), get_terminal_width())
+    versions = ", ".join(f"{name} {number}" for name, number in last_start.versions.items())
+    place = f"on {last_start.host or UNKNOWN}, in {last_start.folder or UNKNOWN}"
+    rows = [("started", f"{_format_time(last_start.time)} {place}")]
     if len(record.starts) > 1:
         earlier = ", ".join(
             f"{_format_time(start.time)} after step {start.step}" for start in record.starts[:-1]
         )
-        rows.append(("earlier", f"{earlier}; the last one continued after step {last.step}"))
-    hardware = last.hardware or _read(run / HARDWARE).strip()
+        rows.append(("earlier", f"{earlier}; the last one continued after step {last_start.step}"))
+    hardware = last_start.hardware or _read(run / HARDWARE).strip()
     rows += [("versions", versions)] if versions else []
-    if last.commit:
-        changes = " with changes" if last.commit.endswith("+") else ""
-        rows.append(("commit", f"{last.commit.rstrip('+')}{changes}"))
+    if last_start.commit:
+        changes = " with changes" if last_start.commit.endswith("+") else ""
+        rows.append(("commit", f"{last_start.commit.rstrip('+')}{changes}"))
     rows += [("hardware", hardware)] if hardware else []
     yield ""
     yield from _align_columns(rows, "")
@@ -159,10 +152,10 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
 def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """Return the options that differ from their defaults, and a heading for the list of them.
+    """Return the options that differ from their defaults, and a heading for their list.
 
-    The options are a mapping from name to (value, default). If the defaults are unknown, all
-    options are returned, with None as the default.
+    The options map names to (value, default). If the defaults are unknown, all options are
+    returned, with the default None.
     """
     values = dict(flatten_options(config))
     defaults = _read_defaults(config, algorithm)
@@ -180,7 +173,7 @@ def _find_changed_options(
 def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
     """Return the default options of the quickstart `algorithm`, or None if they are unknown.
 
-    If the quickstart is not built in, the user code that registers it is imported.
+    If the quickstart is not built in, the user code that registers it is imported first.
     """
     if algorithm is None:
         return None
@@ -196,22 +189,25 @@ def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str
 
 
 def _format_checkpoints(run: Path) -> Iterator[str]:
+    """Yield lines with the newest checkpoints of each role, and the best one."""
     from weft.runtime.directory import RunDirectory
 
     directory = RunDirectory(run)
-    folders = sorted(p.name for p in directory.checkpoints_folder.glob("*") if p.is_dir())
+    roles = sorted(
+        folder.name for folder in directory.checkpoints_folder.glob("*") if folder.is_dir()
+    )
     rows = []
-    for role in folders:
+    for role in roles:
         steps = directory.list_saved_steps(role)
         if steps:
             if len(steps) > CHECKPOINTS_SHOWN:
-                more = f"{len(steps) - CHECKPOINTS_SHOWN} older, "
+                older = f"{len(steps) - CHECKPOINTS_SHOWN} older, "
             else:
-                more = ""
+                older = ""
             newest = directory.checkpoints_folder / role / f"step{steps[-1]}"
             listed = ", ".join(f"step{step}" for step in steps[-CHECKPOINTS_SHOWN:])
             size = format_size(count_bytes(newest))
-            rows.append((role, f"{more}{listed} ({size} each)  {name_place(newest)}"))
+            rows.append((role, f"{older}{listed} ({size} each)  {name_place(newest)}"))
     best = BestRecord.read(run)
     if rows and best is not None:
         rows.append(("best", f"{best.format_text()}  {name_place(run)}@best"))
@@ -222,24 +218,25 @@ def _format_checkpoints(run: Path) -> Iterator[str]:
 
 
 def _format_last_metrics(run: Path) -> Iterator[str]:
+    """Yield lines with the main metrics of the last step."""
     lines = read_last_lines(run / METRICS)
     if not lines:
         return
-    last = lines[-1]
+    last_line = lines[-1]
     names = []
-    for name in last:
-        if "/" in name and not name.startswith(ABOUT_MACHINE) and is_finite(last[name]):
+    for name in last_line:
+        if "/" in name and not name.startswith(ABOUT_MACHINE) and is_finite(last_line[name]):
             names.append(name)
     names.sort(key=compute_rank)
-    evaluated = [name for name in names if name.startswith(EVAL)]
+    validation_names = [name for name in names if name.startswith(EVAL)]
     rows = []
-    for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated]):
-        rows.append((name, format_number(last[name])))
-    if is_finite(last.get("step_seconds")):
-        rows.append(("step_seconds", format_duration(last["step_seconds"])))
-    if is_finite(last.get("peak_memory_gb")):
-        rows.append(("peak_memory_gb", format_number(last["peak_memory_gb"])))
-    yield f"metrics of step {last['step']}"
+    for name in dict.fromkeys([*names[:METRICS_SHOWN], *validation_names]):
+        rows.append((name, format_number(last_line[name])))
+    if is_finite(last_line.get("step_seconds")):
+        rows.append(("step_seconds", format_duration(last_line["step_seconds"])))
+    if is_finite(last_line.get("peak_memory_gb")):
+        rows.append(("peak_memory_gb", format_number(last_line["peak_memory_gb"])))
+    yield f"metrics of step {last_line['step']}"
     yield from _align_columns(rows)
     yield ""
 

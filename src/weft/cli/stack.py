@@ -26,9 +26,9 @@ from weft.experiments.common import RunConfig
 from weft.options import iterate_options, to_plain
 
 COMMAND_LINE = "command line"
-# Algorithm -> kind of training, which determines how rows of named datasets are read; all others are RL.
+# algorithm -> kind of training, which determines how rows of named datasets are read; others are RL
 MODES = {"sft": "sft", "distill": "sft", "rw": "rm", "dpo": "rm"}
-# Mutually exclusive options, as ends of dotted names; of two, the one set last is kept.
+# Mutually exclusive options, as ends of dotted names. Only the option that is set last is used.
 EXCLUSIVE = (
     ("optimizer.warmup_steps", "optimizer.warmup_steps_proportion", "optimizer.warmup_epochs"),
     ("optimizer.min_lr_ratio", "optimizer.end_lr"),
@@ -36,19 +36,20 @@ EXCLUSIVE = (
     ("dataset.valid_bs_n_seqs", "dataset.valid_tokens_per_batch"),
     ("ppo_n_minibatches", "mini_batch_size"),
 )
-NAME_LENGTH = 100
+NAME_LENGTH = 100  # maximum characters of a trial name made from the names of sections
 
 
 @dataclass(frozen=True)
 class StackedValue:
     """Value that a config section or the command line sets, and the place where it is set.
 
-    `place` is `FILE:LINE` or "command line". `rank` is the position of the section, and is highest
-    for the command line. If a key is set twice, the value with the higher rank is used.
+    `place` is `FILE:LINE` or "command line". `section` is the name of the section, or "" for the
+    command line. `rank` is the position of the section; the command line has the highest rank. If a
+    key is set several times, the value with the highest rank is used.
     """
 
     value: Any
-    place: str  # FILE:LINE, or the command line
+    place: str
     section: str
     rank: int
     removed: bool = False
@@ -74,24 +75,23 @@ class SectionStack:
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
-    # option -> (the key that sets it, the place)
     origins: dict[str, tuple[str, StackedValue]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     option_file: str | None = None
 
     def format_lines(self) -> list[str]:
-        """Return a line for each option, with the place where it is set as a comment.
+        """Return a line with the names of the sections, and a line for each option.
 
-        The first line lists the names of the sections.
+        The line of an option has the place where it is set as a comment.
         """
         rows = []
         for override in self.overrides:
-            key, where = self.origins[override.name]
-            key_note = "" if key in (override.name, where.place) else f", {key}"
+            key, origin = self.origins[override.name]
+            key_note = "" if key in (override.name, origin.place) else f", {key}"
             rows.append(
                 (
                     f"  {override.name} = {format_value(to_plain(override.value))}",
-                    f"{where}{key_note}",
+                    f"{origin}{key_note}",
                 )
             )
         width = min(max((len(left) for left, _ in rows), default=0), 72)
@@ -107,46 +107,49 @@ class SectionStack:
         stack. Otherwise, `error` itself is returned.
         """
         text = str(error)
-        named = []
+        option_names = []
         for name in self.origins:
             if re.match(rf"(unknown option ')?{re.escape(name)}\b", text):
-                named.append(name)
-        if not named:
+                option_names.append(name)
+        if not option_names:
             return error
-        key, where = self.origins[max(named, key=len)]
-        return ConfigError(f"{text} ({where}{'' if key in named else f', {key}'})")
+        key, origin = self.origins[max(option_names, key=len)]
+        return ConfigError(f"{text} ({origin}{'' if key in option_names else f', {key}'})")
 
 
 def read_stack(
     names: Sequence[str],
     library: SectionLibrary,
     base: RunConfig,
-    given: Iterable[Override] = (),
-    below: OptionFile | None = None,
+    assignments: Iterable[Override] = (),
+    file: OptionFile | None = None,
 ) -> SectionStack:
     """Merge config sections with assignments from the command line and from another program's file.
 
-    Later values override earlier ones, in this order: the assignments of the file (`below`), the
-    sections `names` one after the other, and the assignments on the command line (`given`). Raises
-    `ConfigError` for unknown sections and keys, and for settings that weft does not support. The
-    message gives the file and line of an invalid key, and suggests similar names.
+    Later values override earlier ones, in this order: the options in `file`, the sections `names`
+    one after the other, and the `assignments` on the command line. `base` is the default
+    configuration. Raises `ConfigError` for unknown sections and keys, and for settings that weft
+    does not support. The message states the file and line of an invalid key, and suggests similar
+    names.
     """
-    own = OptionReader(base)
+    option_reader = OptionReader(base)
     dialect = dialects.find("open_assistant")
-    reader: StackReader = own if dialect is None else dialect.OpenAssistantReader(own)
+    reader: StackReader = (
+        option_reader if dialect is None else dialect.OpenAssistantReader(option_reader)
+    )
     sections = reader.choose_sections(names, library)
-    if below is not None:
-        for override in below.assignments:
-            own.values[override.name] = StackedValue(override.value, below.place, "", -1)
+    if file is not None:
+        for override in file.assignments:
+            option_reader.values[override.name] = StackedValue(override.value, file.place, "", -1)
     for rank, section in enumerate(sections):
         reader.read_section(section, rank)
-    if own.problems:
+    if option_reader.problems:
         absence = [] if dialect is not None else [dialects.describe_absence("open_assistant")]
-        raise ConfigError("\n".join([*own.problems, *absence]))
-    for override in given:
+        raise ConfigError("\n".join([*option_reader.problems, *absence]))
+    for override in assignments:
         reader.read_override(override, len(sections))
     stack = SectionStack(tuple(section.name for section in sections))
-    _resolve_options(own, reader.map_foreign_keys(), stack)
+    _resolve_options(option_reader, reader.map_foreign_keys(), stack)
     return stack
 
 
@@ -157,7 +160,10 @@ def find_mode(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """Weft's option that another program's key sets; `short_key` is the key in messages."""
+    """Value of weft's option that is set by the key `key` of another program.
+
+    `short_key` is the key in lists of options.
+    """
 
     value: StackedValue
     key: str
@@ -166,7 +172,10 @@ class ForeignOption:
 
 @dataclass(frozen=True)
 class ForeignOptions:
-    """Options that another program's keys set, with notes and the file of options that they name."""
+    """Options that are set by keys of another program, by the name of weft's option.
+
+    `notes` are for the user. `option_file` is a file of options that the keys name, or None.
+    """
 
     options: Mapping[str, ForeignOption] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -174,9 +183,11 @@ class ForeignOptions:
 
 
 class OptionFile(Protocol):
-    """Weft's options that another program's file sets.
+    """Protocol for files of another program that set options of weft.
 
-    `place` names the file in messages, and `notes` tell the user how it is read.
+    `place` names the file in messages. `assignments` are the options, and `notes` tell the user how
+    the file is read. `describe_autos` returns notes about the values that weft uses for keys set to
+    "auto" in the file.
     """
 
     @property
@@ -192,7 +203,7 @@ class OptionFile(Protocol):
 
 
 class StackReader(Protocol):
-    """Reader of config sections and of the assignments on the command line."""
+    """Protocol for readers of config sections and of the assignments on the command line."""
 
     def choose_sections(
         self, names: Sequence[str], library: SectionLibrary
@@ -208,8 +219,8 @@ class StackReader(Protocol):
 class OptionReader:
     """Reader that collects weft's options from config sections and the command line.
 
-    If a section contains nested options, they are stored under dotted names, such as
-    `model.optimizer.lr`. `values` are the collected options, and `problems` are error messages.
+    `values` are the collected options by dotted name, such as `model.optimizer.lr`, and `problems`
+    are error messages. `base` is the default configuration.
     """
 
     def __init__(self, base: RunConfig) -> None:
@@ -232,28 +243,28 @@ class OptionReader:
         rank: int,
         other_names: Iterable[str] = (),
     ) -> None:
-        """Add a key of a section, or a problem for each unknown name.
+        """Add the options that a key of a section sets, or a problem for each unknown name.
 
-        `other_names` are names of other programs that may be suggested for an unknown name.
+        `other_names` are additional names to suggest for an unknown name.
         """
-        for each in flatten({key: value}):
-            path = _split_key_path(each.name, section)
-            where = StackedValue(
-                each.value, section.find_location(*path), section.name, rank, source=section
+        for assignment in flatten({key: value}):
+            path = _split_key_path(assignment.name, section)
+            stacked = StackedValue(
+                assignment.value, section.find_location(*path), section.name, rank, source=section
             )
-            if is_spelling(each.name, self.base):
-                self.values[each.name] = where
+            if is_spelling(assignment.name, self.base):
+                self.values[assignment.name] = stacked
             else:
                 self.problems.append(
-                    f"{where.place}: section {section.name!r}: "
-                    f"{self._describe_unknown_key(each.name, other_names)}"
+                    f"{stacked.place}: section {section.name!r}: "
+                    f"{self._describe_unknown_key(assignment.name, other_names)}"
                 )
 
     def read_override(self, override: Override, rank: int, other_names: Iterable[str] = ()) -> None:
         """Add an assignment from the command line.
 
-        `rank` is its priority, which is above that of all sections. Raises `ConfigError` for an
-        unknown key, with suggestions that include `other_names`.
+        `rank` is above the ranks of all sections. Raises `ConfigError` for an unknown key; the
+        message may suggest one of `other_names`.
         """
         name = override.name
         if override.removed:
@@ -263,7 +274,7 @@ class OptionReader:
         self.values[name] = StackedValue(override.value, COMMAND_LINE, "", rank, override.removed)
 
     def remove(self, name: str) -> None:
-        """Remove what is set for `name` and for all names below it."""
+        """Remove the values of the option `name` and of all options in the group `name`."""
         for key in list(self.values):
             if key == name or key.startswith(f"{name}."):
                 del self.values[key]
@@ -273,15 +284,15 @@ class OptionReader:
 
     def _describe_unknown_key(self, name: str, other_names: Iterable[str]) -> str:
         options = [leaf.name for leaf in iterate_options(self.base)]
-        last = name.rsplit(".", 1)[-1]
-        same_end = []
+        last_part = name.rsplit(".", 1)[-1]
+        same_last_part = []
         for option in options:
-            if option.rsplit(".", 1)[-1] == last:
-                same_end.append(option)
-        known = [*other_names, *collect_renamed(), *collect_translators(), *options]
-        close = list(dict.fromkeys([*same_end, *find_nearest(name, known)]))[:3]
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
+            if option.rsplit(".", 1)[-1] == last_part:
+                same_last_part.append(option)
+        known_names = [*other_names, *collect_renamed(), *collect_translators(), *options]
+        similar = list(dict.fromkeys([*same_last_part, *find_nearest(name, known_names)]))[:3]
+        if similar:
+            hint = f"did you mean {' or '.join(similar)}?"
         else:
             hint = "weft quickstart NAME --help lists every option"
         return f"unknown key {name!r}; {hint}"
@@ -292,62 +303,68 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
 
     `name` is the dotted name of the option. For example, the keys for `actor.optimizer.lr` are
     `("actor.optimizer", "lr")` if the section sets `lr` under the key "actor.optimizer". If the
-    section has no key for the option itself, the keys for the longest prefix of `name` in the
-    section are returned, such as `("actor.optimizer",)`, or an empty tuple if there is none.
+    section has no key for the option itself, the result is the keys for the longest prefix of
+    `name`, such as `("actor.optimizer",)`, or an empty tuple.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:
-        texts = tuple(str(part) for part in path)
-        joined = ".".join(texts)
+        keys = tuple(str(part) for part in path)
+        joined = ".".join(keys)
         if (name == joined or name.startswith(f"{joined}.")) and len(joined) > len(".".join(best)):
-            best = texts
+            best = keys
     return best
 
 
-def _resolve_options(own: OptionReader, foreign: ForeignOptions, stack: SectionStack) -> None:
+def _resolve_options(
+    option_reader: OptionReader, foreign: ForeignOptions, stack: SectionStack
+) -> None:
     """Fill `stack` with the options, origins and notes that result from the collected keys.
 
-    This adds the options that other programs' keys set, and translates alternative spellings. If several keys
-    set the same option, the command line takes precedence over sections, and a later section over
-    an earlier one. Raises `ConfigError` if two keys in one section, or two on the command line, set
-    the same option.
+    The options that other programs' keys set are added, and alternative spellings are translated.
+    If several keys set the same option, the command line overrides the sections, and a later
+    section overrides an earlier one. Raises `ConfigError` if two keys in one section, or two on the
+    command line, set the same option.
     """
     stack.option_file = foreign.option_file
-    sets = dict(own.values)
-    keys = {name: name for name in sets}
+    values = dict(option_reader.values)
+    keys = {name: name for name in values}
     for name, option in foreign.options.items():
         candidate = option.value
-        older = sets.get(name)
+        older = values.get(name)
         if older is None or older.rank < candidate.rank:
-            sets[name], keys[name] = candidate, option.short_key
+            values[name], keys[name] = candidate, option.short_key
         elif older.rank == candidate.rank:
             raise ConfigError(
-                f"{older.place}: {name} and {option.key} ({candidate.place}) are the same option; set "
-                f"one of them"
+                f"{older.place}: {name} and {option.key} ({candidate.place}) are the same option; "
+                "set one of them"
             )
-    # Spellings of the batch size are read together, so all take the highest rank among them.
-    batch = max((sets[name].rank for name in BATCH_SPELLINGS if name in sets), default=0)
-    ranks = {name: batch if name in BATCH_SPELLINGS else each.rank for name, each in sets.items()}
-    assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
-    done = build_translation(assigned, own.base, ranks)
-    # Remember where each option came from, for messages and the saved configuration.
-    for target, spelling in done.user_spellings.items():
-        if spelling not in sets:  # a key below one that was set
-            spelling = next(name for name in sets if spelling.startswith(f"{name}."))
-        stack.origins[target] = (keys[spelling], sets[spelling])
-    excluded = _find_excluded_options(stack)
-    stack.overrides = [each for each in done.overrides if each.name not in excluded]
-    stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
-    # Say what a spelling became only for words of the command line.
+    # The spellings of the batch size set one option together: all get the highest of their ranks.
+    batch_rank = max((values[name].rank for name in BATCH_SPELLINGS if name in values), default=0)
+    ranks = {
+        name: batch_rank if name in BATCH_SPELLINGS else each.rank for name, each in values.items()
+    }
+    assignments = [Override(name, each.value, each.removed) for name, each in values.items()]
+    translation = build_translation(assignments, option_reader.base, ranks)
+    # Store the origin of each option.
+    for target, spelling in translation.user_spellings.items():
+        if spelling not in values:  # a key inside a mapping that was set as a whole
+            spelling = next(name for name in values if spelling.startswith(f"{name}."))
+        stack.origins[target] = (keys[spelling], values[spelling])
+    excluded_options = _find_excluded_options(stack)
+    stack.overrides = [each for each in translation.overrides if each.name not in excluded_options]
+    stack.origins = {
+        name: each for name, each in stack.origins.items() if name not in excluded_options
+    }
+    # Keep notes about spellings only for words of the command line.
     words = set()
-    for name, each in sets.items():
-        if each.place == COMMAND_LINE and name in own.values:
+    for name, each in values.items():
+        if each.place == COMMAND_LINE and name in option_reader.values:
             words.add(name)
-    for note in done.notes:
+    for note in translation.notes:
         if note.split(" ")[0] in words:
             stack.notes.append(note)
     stack.notes += foreign.notes
-    _name_run(stack, own.base)
+    _name_run(stack, option_reader.base)
 
 
 def _find_excluded_options(stack: SectionStack) -> set[str]:
@@ -356,16 +373,16 @@ def _find_excluded_options(stack: SectionStack) -> set[str]:
     For example, `optimizer.end_lr` excludes `optimizer.min_lr_ratio`.
     """
     excluded_options: set[str] = set()
-    for ends in EXCLUSIVE:
+    for suffixes in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
         for name in stack.origins:
-            for end in ends:
-                if name == end or name.endswith(f".{end}"):
-                    groups.setdefault(name.removesuffix(end), []).append(name)
+            for suffix in suffixes:
+                if name == suffix or name.endswith(f".{suffix}"):
+                    groups.setdefault(name.removesuffix(suffix), []).append(name)
         for names in groups.values():
-            last = max(stack.origins[name][1].rank for name in names)
+            highest_rank = max(stack.origins[name][1].rank for name in names)
             for name in names:
-                if stack.origins[name][1].rank < last:
+                if stack.origins[name][1].rank < highest_rank:
                     excluded_options.add(name)
     return excluded_options
 
@@ -388,19 +405,19 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
     """Return the name of the quickstart that best fits the sections.
 
-    If there is a built-in recipe among the sections, its quickstart is chosen. Otherwise, an option
-    group named `ppo`, `grpo` or `dpo` determines the quickstart. If there is no such group, keys
-    that only other programs' RL or reward trainers read determine it. The default is "sft".
+    This is the quickstart of a built-in recipe among the sections, or else the name of an option
+    group `ppo`, `grpo` or `dpo` in them. Otherwise, it is guessed from keys that only other
+    programs' RL or reward trainers read. The default is "sft".
     """
-    recipes = []
+    recipe_algorithms = []
     for section in sections:
         if section.file.startswith(f"{SHIPPED}:{READY}/"):
-            recipes.append(section.name.partition("-")[0])
-    own = []
+            recipe_algorithms.append(section.name.partition("-")[0])
+    algorithms = []
     for name in ("ppo", "grpo", "dpo"):
         if any(name in section.values for section in sections):
-            own.append(name)
-    if recipes or own:
-        return (recipes or own)[0]
+            algorithms.append(name)
+    if recipe_algorithms or algorithms:
+        return (recipe_algorithms or algorithms)[0]
     dialect = dialects.find("open_assistant")
     return "sft" if dialect is None else str(dialect.guess_quickstart(sections))

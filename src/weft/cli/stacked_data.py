@@ -1,4 +1,4 @@
-"""Data sources that config sections define, changed by the command line's settings."""
+"""Data sources in config sections, with the settings of the command line applied."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class NamedDataSettings:
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
         """Return the data sources that a config section lists.
 
-        The section and the command line can set `dataset.valid_split`, the share of rows held out
-        for validation. It applies only to sources that do not define their own validation data.
-        Raises `ConfigError` if the section lists no datasets.
+        `mode` is the kind of training. The section and the command line can set
+        `dataset.valid_split`, the share of rows held out for validation; it applies only to sources
+        without validation data. Raises `ConfigError` if the section lists no datasets.
         """
         dialect = dialects.find("open_assistant")
         foreign_keys = () if dialect is None else dialect.DATA_KEYS
@@ -59,9 +59,9 @@ class NamedDataSettings:
         for key, value in section.values.items():
             if key in foreign_keys or key.split(".")[0] == "dataset":
                 data_values[key] = value
-        alone = SectionLibrary((("", SectionFile((replace(section, values=data_values),))),))
+        library = SectionLibrary((("", SectionFile((replace(section, values=data_values),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
-        values = _collect_values(read_stack([section.name], alone, base, self.options))
+        values = _collect_values(read_stack([section.name], library, base, self.options))
         spec = read(DatasetSpec(), values.get("dataset", {}))
         sources = []
         for source in resolve_sources(spec):
@@ -71,41 +71,41 @@ class NamedDataSettings:
             raise ConfigError(
                 f"{section.find_location()}: section {section.name!r} lists no datasets"
             )
-        share = spec.valid_split or None
+        valid_share = spec.valid_split or None
         result: list[SourceSpec] = []
         for source in sources:
             result.append(
                 source
                 if source.valid_split is not None or source.valid_path
-                else replace(source, valid_split=share)
+                else replace(source, valid_split=valid_share)
             )
         return result
 
     def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
         """Return the sources with the command line's settings applied.
 
-        The values in `parameters` replace those of the sources. If `data_path` is set, the local
-        copies there replace the paths of named datasets. `files` are the user's dataset catalogues,
-        which can define aliases of datasets. Raises `ConfigError` if a parameter is set for a
-        dataset that is not in `sources`.
+        The values in `parameters` replace those of the sources. If `data_path` is not None, the
+        paths of local copies in it replace the paths of named datasets. `files` are the user's
+        dataset catalogues, which can define aliases of datasets. Raises `ConfigError` if a
+        parameter is set for a dataset that is not in `sources`.
         """
         names = [source.named for source in sources if source.named]
         parameters_by_name = {
-            _resolve_alias(name, files): each for name, each in self.parameters.items()
+            _resolve_alias(name, files): parameters for name, parameters in self.parameters.items()
         }
         for name in parameters_by_name.keys() - set(names):
-            close = find_nearest(name, names)
+            similar = find_nearest(name, names)
             raise ConfigError(
                 f"datasets.{name}: is not among the named datasets; "
                 + (
-                    f"did you mean datasets.{close[0]}?"
-                    if close
+                    f"did you mean datasets.{similar[0]}?"
+                    if similar
                     else f"they are {', '.join(names)}"
                 )
             )
         updated_sources = list(sources)
         with_files: Set[str] = frozenset()
-        if parameters_by_name:  # spelled as in Open-Assistant's lists of datasets
+        if parameters_by_name:  # they have the names in Open-Assistant's lists of datasets
             dialect = dialects.load("open_assistant")
             with_files = dialect.find_datasets_with_files(parameters_by_name)
             for index, source in enumerate(sources):
@@ -125,13 +125,12 @@ def build_stacked_options(
     names: Sequence[str],
     folders: Sequence[str],
     mode: str | None,
-    given: Sequence[overrides.Override],
+    assignments: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
     """Return the options and the training mode of the run that the sections `names` describe.
 
-    `given` are assignments that override the sections, and `folders` are additional folders of
-    sections. The mode is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections'
-    keys.
+    `assignments` override the sections, and `folders` are additional folders of sections. The mode
+    is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections' keys.
     """
     library = SectionLibrary.from_folders(folders)
     if mode:
@@ -139,11 +138,11 @@ def build_stacked_options(
     else:
         quickstart = guess_quickstart([library.get(name) for name in names])
     base = registry.quickstarts.get(quickstart)()
-    return _collect_values(read_stack(names, library, base, given)), find_mode(base)
+    return _collect_values(read_stack(names, library, base, assignments)), find_mode(base)
 
 
 def group_by_dataset(
-    given: Sequence[overrides.Override],
+    assignments: Sequence[overrides.Override],
 ) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
     """Separate the parameters of named datasets from other assignments.
 
@@ -153,17 +152,17 @@ def group_by_dataset(
     """
     parameters_by_name: dict[str, dict[str, Any]] = {}
     others = []
-    for each in given:
-        if not each.name.startswith(DATASET_PREFIX):
-            others.append(each)
+    for assignment in assignments:
+        if not assignment.name.startswith(DATASET_PREFIX):
+            others.append(assignment)
             continue
-        name, _, parameter = each.name.removeprefix(DATASET_PREFIX).rpartition(".")
+        name, _, parameter = assignment.name.removeprefix(DATASET_PREFIX).rpartition(".")
         if not name or not parameter:
             raise ConfigError(
-                f"{each.name}: write datasets.NAME.PARAMETER=value, such as "
+                f"{assignment.name}: write datasets.NAME.PARAMETER=value, such as "
                 f"datasets.webgpt.fraction=0.5"
             )
-        parameters_by_name.setdefault(name, {})[parameter] = to_plain(each.value)
+        parameters_by_name.setdefault(name, {})[parameter] = to_plain(assignment.value)
     return parameters_by_name, others
 
 
@@ -183,38 +182,41 @@ def _resolve_alias(name: str, files: Sequence[str]) -> str:
 
 
 def _with_copies(
-    sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()
+    sources: Sequence[SourceSpec], data_path: str, fixed_names: Set[str] = frozenset()
 ) -> list[SourceSpec]:
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
     If there is only one named dataset, `data_path` can be the copy itself. Otherwise, `data_path`
     is a folder with copies of some or all datasets. In this case, a dataset keeps its path if the
-    folder has no copy of it, if the path is absolute, or if the dataset's name is in `placed` (the
-    datasets whose path the user has set). Raises `ConfigError` if the folder has no copy of any
-    dataset.
+    folder has no copy of it, if the path is absolute, or if its name is in `fixed_names` (datasets
+    whose path the user has set). Raises `ConfigError` if the folder has no copy of any dataset.
     """
-    named = [source for source in sources if source.named]
+    named_sources = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
-    if len(named) == 1:
-        path = _find_file(folder, named[0]) or data_path
-        return [replace(each, path=path) if each.named else each for each in sources]
-    copies = []
-    for each in sources:
-        copies.append(
-            _find_file(folder, each) or _find_folder(folder, each) if each.named else None
-        )
-    if not any(copies):
-        dataset_names = ", ".join(str(source.named) for source in named)
-        if named:
-            why = f"has no folder named {dataset_names}; write datasets.NAME.data_path=FILE for one copy"
+    if len(named_sources) == 1:
+        path = _find_file(folder, named_sources[0]) or data_path
+        return [replace(source, path=path) if source.named else source for source in sources]
+    copies: list[str | None] = []
+    for source in sources:
+        if source.named:
+            copies.append(_find_file(folder, source) or _find_folder(folder, source))
         else:
-            why = "is a copy of a named dataset; add --datasets NAME"
-        raise ConfigError(f"data_path={data_path}: {why}")
+            copies.append(None)
+    if not any(copies):
+        dataset_names = ", ".join(str(source.named) for source in named_sources)
+        if named_sources:
+            problem = (
+                f"has no folder named {dataset_names}; write datasets.NAME.data_path=FILE for one "
+                "copy"
+            )
+        else:
+            problem = "is a copy of a named dataset; add --datasets NAME"
+        raise ConfigError(f"data_path={data_path}: {problem}")
     result: list[SourceSpec] = []
     for source, copy in zip(sources, copies, strict=True):
         result.append(
             replace(source, path=copy)
-            if copy and source.named not in placed and not _is_elsewhere(source)
+            if copy and source.named not in fixed_names and not _is_elsewhere(source)
             else source
         )
     return result
@@ -231,10 +233,10 @@ def _find_file(folder: Path, source: SourceSpec) -> str | None:
     """
     if not source.path or _is_elsewhere(source):
         return None
-    places = (folder / str(source.named) / source.path, folder / source.path)
-    return next((str(place) for place in places if place.exists()), None)
+    candidates = (folder / str(source.named) / source.path, folder / source.path)
+    return next((str(candidate) for candidate in candidates if candidate.exists()), None)
 
 
 def _find_folder(folder: Path, source: SourceSpec) -> str | None:
-    place = folder / str(source.named)
-    return str(place) if place.exists() else None
+    candidate = folder / str(source.named)
+    return str(candidate) if candidate.exists() else None

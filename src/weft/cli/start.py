@@ -27,58 +27,62 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     With `supervise`, a run that needs Ray is started in a child process, because Ray can kill the
     process that uses it. Raises `UserError` for unusable input.
     """
-    # Import the user's code, which registers experiments.
-    given = _build_start_parser().parse_args(argv)
+    # Import the user's code, which registers the experiments.
+    arguments = _build_start_parser().parse_args(argv)
     registry.import_user_folder()
-    registry.import_user_code(given.imports)
-    if given.list:
+    registry.import_user_code(arguments.imports)
+    if arguments.list:
         print(
             "\n".join(registry.experiments.list_names())
             or "no experiments are registered (--import FILE.py, or experiments/)"
         )
         return 0
-    _check_arguments(given, "start")
+    _check_arguments(arguments, "start")
     from weft.launch import build_registered, build_scheduling, check_machines, dry_run, run, slurm
     from weft.launch.supervisor import Supervisor, needs_ray
     from weft.observe.progress import DisplayOptions, find_terminal_width
 
-    # Build the experiment, and check what concerns the mode.
+    # Build the experiment, and plan or submit a Slurm job.
     experiment = _apply_arguments(
         build_registered(
-            given.experiment,
-            given.trial,
-            allocation_mode=_parse_allocation_mode(given.allocation_mode),
-            fileroot=given.fileroot,
+            arguments.experiment,
+            arguments.trial,
+            allocation_mode=_parse_allocation_mode(arguments.allocation_mode),
+            fileroot=arguments.fileroot,
         ),
-        given,
+        arguments,
     )
-    if given.print_script and given.mode != "slurm":
+    if arguments.print_script and arguments.mode != "slurm":
         raise ConfigError("--print-script prints the script of a Slurm job; add --mode slurm")
-    reads = given.dry_run != "config"
-    scheduling = build_scheduling(given.experiment)
-    if given.mode == "slurm" and given.dry_run is not None:
+    reads_data = arguments.dry_run != "config"
+    scheduling = build_scheduling(arguments.experiment)
+    if arguments.mode == "slurm" and arguments.dry_run is not None:
         print(
             "\n".join(
-                slurm.plan_job(experiment, scheduling, data=reads, width=find_terminal_width())
+                slurm.plan_job(experiment, scheduling, data=reads_data, width=find_terminal_width())
             )
         )
         return 0
-    if given.mode == "slurm":
+    if arguments.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
-        print(slurm.start_job(experiment, command, scheduling, print_only=given.print_script))
+        print(slurm.start_job(experiment, command, scheduling, print_only=arguments.print_script))
         return 0
-    print_notes(check_machines(given.experiment, given.mode))
-    if given.dry_run is not None:
+    print_notes(check_machines(arguments.experiment, arguments.mode))
+    if arguments.dry_run is not None:
         print(
-            "\n".join(dry_run(experiment, mode=given.mode, data=reads, width=find_terminal_width()))
+            "\n".join(
+                dry_run(
+                    experiment, mode=arguments.mode, data=reads_data, width=find_terminal_width()
+                )
+            )
         )
         return 0
-    # Run it, in a child process if Ray may kill its process.
-    several = needs_ray(experiment, given.mode)
-    print_start(experiment, several=several)
-    if supervise and several:
+    # Run the experiment, in a child process if it uses Ray, which can kill the process.
+    uses_ray = needs_ray(experiment, arguments.mode)
+    print_start(experiment, uses_ray=uses_ray)
+    if supervise and uses_ray:
         return Supervisor(experiment).run()
-    run(experiment, mode=given.mode, show=DisplayOptions(verbose=given.verbose))
+    run(experiment, mode=arguments.mode, show=DisplayOptions(verbose=arguments.verbose))
     return 0
 
 
@@ -126,33 +130,33 @@ def _build_start_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _apply_arguments(experiment: Experiment, given: argparse.Namespace) -> Experiment:
-    """Return the experiment with its settings replaced by those on the command line."""
+def _apply_arguments(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
+    """Return the experiment with the settings of the command line applied."""
     settings = {}
     for name in ("fileroot", "recover_mode"):
-        if getattr(given, name) is not None:
-            settings[name] = getattr(given, name)
-    named = []
-    for name in given.imports:
+        if getattr(arguments, name) is not None:
+            settings[name] = getattr(arguments, name)
+    new_imports = []
+    for name in arguments.imports:
         if name not in experiment.control.imports:
-            named.append(name)
+            new_imports.append(name)
     loggers = dict(experiment.control.loggers)
-    if given.wandb_mode == "disabled":
+    if arguments.wandb_mode == "disabled":
         loggers.pop("wandb", None)
-    elif given.wandb_mode is not None:
-        loggers["wandb"] = {**loggers.get("wandb", {}), "mode": given.wandb_mode}
+    elif arguments.wandb_mode is not None:
+        loggers["wandb"] = {**loggers.get("wandb", {}), "mode": arguments.wandb_mode}
     control = replace(
         experiment.control,
         **settings,
-        imports=[*experiment.control.imports, *named],
+        imports=[*experiment.control.imports, *new_imports],
         loggers=loggers,
     )
     config = {
         **experiment.config,
         **{name: value for name, value in settings.items() if name in experiment.config},
     }
-    if given.partition is not None:
-        config["slurm"] = {**config.get("slurm", {}), "partition": given.partition}
+    if arguments.partition is not None:
+        config["slurm"] = {**config.get("slurm", {}), "partition": arguments.partition}
     return replace(experiment, control=control, config=config)
 
 
@@ -185,15 +189,15 @@ def find_config(argv: Sequence[str]) -> int:
     add_imports(
         parser, "MODULE_OR_FILE.py", "user code that registers experiments (can be repeated)"
     )
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        pattern = re.compile(given.regex)
+        pattern = re.compile(arguments.regex)
     except re.error as error:
         raise ConfigError(
-            f"--regex {given.regex!r}: is not a regular expression: {error}"
+            f"--regex {arguments.regex!r}: is not a regular expression: {error}"
         ) from error
     registry.import_user_folder()
-    registry.import_user_code(given.imports)
+    registry.import_user_code(arguments.imports)
     names = []
     for name in registry.experiments.list_names():
         if pattern.match(name):
@@ -216,9 +220,9 @@ def stop(argv: Sequence[str]) -> int:
         default="local",
         help="how the run was started; not needed, weft finds its process or job",
     )
-    given = parser.parse_args(argv)
-    _check_mode(given.mode)
-    run = find_given_run(given, "stop")
+    arguments = parser.parse_args(argv)
+    _check_mode(arguments.mode)
+    run = find_given_run(arguments, "stop")
     from weft.launch.stop import stop_run
 
     print(stop_run(run))
@@ -247,12 +251,12 @@ def _check_mode(mode: str) -> None:
         raise ConfigError(f"--mode {mode}: {problem}")
 
 
-def _check_arguments(given: argparse.Namespace, command: str) -> None:
-    for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
+def _check_arguments(arguments: argparse.Namespace, command: str) -> None:
+    for flag, value in (("-e EXPERIMENT", arguments.experiment), ("-f TRIAL", arguments.trial)):
         if value is None:
             raise ConfigError(
                 f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL (weft start "
                 f"--list shows experiments)"
             )
-    _check_mode(given.mode)
-    checks.check_names(experiment_name=given.experiment, trial_name=given.trial)
+    _check_mode(arguments.mode)
+    checks.check_names(experiment_name=arguments.experiment, trial_name=arguments.trial)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.cli.parsing import CommandParser
+from weft.cli.parsing import CommandParser, split_names
 from weft.data import message_trees
 from weft.data.message_trees import Tree, TreeFilter
 from weft.data.mixture import hold_out
@@ -20,7 +20,7 @@ from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.writing import replace_file
 
-STATS_ALIASES = ("count", "counts")  # aliases of stats
+STATS_ALIASES = ("count", "counts")  # other names of the subcommand `stats`
 EPILOG = """examples:
   weft data trees stats trees.jsonl.gz
   weft data trees filter trees.jsonl.gz german.jsonl --lang de --least quality=0.5 --most toxicity=0.3
@@ -42,12 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command in ("stats", *STATS_ALIASES):
         print("\n".join(format_statistics(trees)))
     elif arguments.command == "filter":
-        pruned_trees = (
-            pruned_tree
-            for tree in trees
-            if (pruned_tree := message_trees.prune(tree, _build_selection(arguments))) is not None
-        )
-        count = write_json_lines(arguments.output, pruned_trees)
+        count = write_json_lines(arguments.output, _prune_trees(trees, arguments))
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
@@ -70,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft data trees", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", metavar="{stats,filter,split,flatten,build}")
-    helps = {
+    subcommands = {
         "stats": "count trees, messages, threads, ranked replies, languages, states",
         "filter": (
             "write the trees that pass the filters, without rejected messages and the messages "
@@ -80,13 +75,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "flatten": "write single messages, a parent before its replies",
         "build": "write trees, from messages in any order or threads",
     }
-    for name, help in helps.items():
-        others = STATS_ALIASES if name == "stats" else ()
-        command = commands.add_parser(name, aliases=others, help=help, description=help)
+    for name, help in subcommands.items():
+        aliases = STATS_ALIASES if name == "stats" else ()
+        command = commands.add_parser(name, aliases=aliases, help=help, description=help)
         command.add_argument("input", help="trees, messages or threads, .jsonl or .jsonl.gz")
         if name != "stats":
             command.add_argument("output", help=".jsonl or .jsonl.gz")
-    _, filtering, splitting, *_ = (commands.choices[name] for name in helps)
+    _, filtering, splitting, *_ = (commands.choices[name] for name in subcommands)
     filtering.add_argument(
         "--lang", default="", metavar="en,de", help="languages of the first message (default: all)"
     )
@@ -133,15 +128,15 @@ def _build_parser() -> argparse.ArgumentParser:
 def read_tree_file(path: str) -> Iterator[Tree]:
     """Iterate over the message trees in a file.
 
-    Raises a `DataError` that gives the location of an invalid row.
+    Raises a `DataError` that states the location of an invalid row.
     """
-    place = path
+    location = path
 
     def iterate_rows() -> Iterator[Mapping[str, Any]]:
-        nonlocal place
+        nonlocal location
         for file in find_files(path):
-            for at, row in read_rows(file):
-                place = str(at)
+            for row_location, row in read_rows(file):
+                location = str(row_location)
                 if isinstance(row, UnreadableRow):
                     raise BadRow(row.reason)
                 yield row
@@ -149,7 +144,7 @@ def read_tree_file(path: str) -> Iterator[Tree]:
     try:
         yield from message_trees.read_trees(iterate_rows())
     except BadRow as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
 
 
 def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
@@ -172,9 +167,9 @@ def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
 def format_statistics(trees: Iterable[Tree]) -> list[str]:
     """Return lines with counts of trees, messages, training rows, roles, languages and states."""
-    every = TreeFilter(states=(), reviewed=False)
+    no_filter = TreeFilter(states=(), reviewed=False)
     counts = Counter[str]()
-    langs = Counter[str]()
+    languages = Counter[str]()
     states = Counter[str]()
     roles = Counter[str]()
     for tree in trees:
@@ -183,31 +178,45 @@ def format_statistics(trees: Iterable[Tree]) -> list[str]:
         for node in message_trees.iterate_nodes(tree["prompt"]):
             counts["messages"] += 1
             roles[str(node.get("role"))] += 1
-            langs[str(node.get("lang"))] += 1
+            languages[str(node.get("lang"))] += 1
             counts["deleted"] += bool(node.get("deleted"))
             counts["synthetic"] += bool(node.get("synthetic"))
             counts["with a rank"] += node.get("rank") is not None
             counts["with labels"] += bool(node.get("labels"))
-        counts["threads (sft)"] += sum(1 for _ in message_trees.iterate_threads(tree, every))
-        counts["rankings (rm)"] += sum(1 for _ in message_trees.iterate_rankings(tree, every))
-        counts["prompts (rl)"] += sum(1 for _ in message_trees.iterate_prompts(tree, every))
-    tables = {"roles": roles, "languages": langs, "states": states}
-    count_lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
-    return count_lines + [
-        f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}"
-        for name, table in tables.items()
-    ]
+        counts["threads (sft)"] += sum(1 for _ in message_trees.iterate_threads(tree, no_filter))
+        counts["rankings (rm)"] += sum(1 for _ in message_trees.iterate_rankings(tree, no_filter))
+        counts["prompts (rl)"] += sum(1 for _ in message_trees.iterate_prompts(tree, no_filter))
+    tables = {"roles": roles, "languages": languages, "states": states}
+    lines = [f"{count:>9,}  {name}" for name, count in counts.items()]
+    for name, table in tables.items():
+        listed = ", ".join(f"{key} {number:,}" for key, number in table.most_common())
+        lines.append(f"{name}: {listed}")
+    return lines
+
+
+def _prune_trees(trees: Iterable[Tree], arguments: argparse.Namespace) -> Iterator[Tree]:
+    """Yield the trees that pass the filters, without the messages that do not."""
+    for tree in trees:
+        pruned = message_trees.prune(tree, _build_selection(arguments))
+        if pruned is not None:
+            yield pruned
 
 
 def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:
+    """Write the trees to two files, one of which has the trees that are set aside."""
     if not 0 < arguments.valid < 1:
         raise ConfigError(f"--valid {arguments.valid}: must be between 0 and 1")
-    held = hold_out(
+    is_held_out = hold_out(
         [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
     ).tolist()
-    for path, wanted in ((arguments.output, False), (arguments.valid_output, True)):
+    for path, wants_validation in ((arguments.output, False), (arguments.valid_output, True)):
         count = write_json_lines(
-            path, (tree for tree, out in zip(trees, held, strict=True) if out == wanted)
+            path,
+            (
+                tree
+                for tree, is_validation in zip(trees, is_held_out, strict=True)
+                if is_validation == wants_validation
+            ),
         )
         print(f"{count:,} trees in {path}")
 
@@ -216,7 +225,7 @@ def _build_selection(arguments: argparse.Namespace) -> TreeFilter:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k {arguments.top_k}: must be at least 1")
     return TreeFilter(
-        langs=tuple(lang for lang in arguments.lang.split(",") if lang),
+        langs=tuple(split_names([arguments.lang])),
         states=() if arguments.states == "all" else tuple(arguments.states.split(",")),
         top_k=arguments.top_k,
         reviewed=not arguments.unreviewed,
@@ -228,6 +237,7 @@ def _build_selection(arguments: argparse.Namespace) -> TreeFilter:
 
 
 def _parse_bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
+    """Return the numbers in words `LABEL=X` of the flag, by label."""
     bounds = {}
     for word in words:
         name, _, value = word.partition("=")

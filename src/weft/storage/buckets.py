@@ -1,12 +1,12 @@
 """Read and write files below a URL such as `gs://BUCKET/FOLDER`, with the library fsspec.
 
-    bucket = BucketFolder.open("gs://b/model")      # s3://, memory:// and everything that fsspec knows
-    bucket.list_files()                       # {"config.json": FileStamp(...), ...}
-    bucket.create("run.lock", b"...")         # only if there is no such file yet
+    bucket = BucketFolder.open("gs://b/model")   # s3://, memory:// and everything that fsspec knows
+    bucket.list_files()                          # {"config.json": FileStamp(...), ...}
+    bucket.create("run.lock", b"...")            # only if the file does not exist
 
-An object store has no folders and no rename: a file appears whole when its writer closes it. All
-problems are reported as one line that names the URL: `UserError` subclasses while input is read,
-`RunError` while a run writes.
+Object stores have no folders and cannot rename files: a file appears, with its full contents, when
+its writer closes it. Each error is reported in one line that names the URL, as a subclass of
+`UserError` while input is read, and as `RunError` while a run writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from weft.reading import describe_cause, find_url_problem
 from weft.writing import TEMPORARY, rename, sync
 
 REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.+)", re.DOTALL)
-LOCAL_KINDS = ("file", "local", "hf")  # URLs for which there is a plainer name
-EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # extra of weft by kind of URL
+LOCAL_SCHEMES = ("file", "local", "hf")  # schemes that weft refuses: such files have shorter names
+EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # URL scheme -> extra of weft
 PACKAGES = {"gcs": "gcsfs", "s3": "s3fs"}
-# Fields in which file systems state the version of a file, the most reliable first
+# Fields of fsspec's file descriptions that change with the contents, most reliable first
 VERSION_FIELDS = (
     "generation",
     "ETag",
@@ -58,14 +58,14 @@ OBJECT_STORES = {
     "http",
     "https",
 }
-RANGE_BYTES = 1 << 26  # bytes that are read at once
-DENIED = (401, 403)
+RANGE_BYTES = 1 << 26  # maximum bytes per read of a download
+DENIED = (401, 403)  # HTTP status codes
 
 
 def is_remote(path: object) -> bool:
     """Return whether `path` is a URL of files that weft reads with fsspec, such as `gs://b/x`."""
     match = REMOTE.fullmatch(str(path)) if isinstance(path, str) else None
-    return match is not None and match[1].lower() not in LOCAL_KINDS
+    return match is not None and match[1].lower() not in LOCAL_SCHEMES
 
 
 def find_bucket_problem(path: str) -> str | None:
@@ -76,17 +76,18 @@ def find_bucket_problem(path: str) -> str | None:
     assert match is not None, "is_remote says so"
     from fsspec.registry import known_implementations, registry
 
-    kind = match[1].lower()
-    if kind not in known_implementations and kind not in registry:
-        return f"is a URL of a kind that fsspec does not know: {kind}://; write gs:// or s3://"
+    scheme = match[1].lower()
+    if scheme not in known_implementations and scheme not in registry:
+        return f"is a URL of a kind that fsspec does not know: {scheme}://; write gs:// or s3://"
     return None
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Size of a remote file in bytes, and a text that changes with its contents.
+    """Size and version of a remote file.
 
-    `md5` is the base64 MD5 of the contents if the store states it, else None.
+    `size` is in bytes. `version` is a text that changes with the contents. `md5` is the MD5 of the
+    contents in base64, or None if the store does not report it.
     """
 
     size: int
@@ -95,21 +96,21 @@ class FileStamp:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> FileStamp:
-        """Return the stamp of a file that fsspec describes by `info`."""
-        stated = [str(info[name]) for name in VERSION_FIELDS if info.get(name) is not None]
+        """Return the stamp of a file from `info`, fsspec's description of the file."""
+        versions = [str(info[name]) for name in VERSION_FIELDS if info.get(name) is not None]
         md5 = info.get("md5Hash")
         return cls(
             int(info["size"] or 0),
-            stated[0] if stated else "",
+            versions[0] if versions else "",
             md5 if isinstance(md5, str) else None,
         )
 
 
 class BucketFolder:
-    """Files below one URL.
+    """Folder in a bucket, or a single file, with operations on its files.
 
-    Names of files are relative to the URL, with `/` between their parts. The name "" is the URL
-    itself, if it is a file.
+    File names are relative to the URL, with `/` between their parts. If the URL is a file, the name
+    of that file is "".
     """
 
     def __init__(self, url: str, system: Any, root: str) -> None:
@@ -118,38 +119,39 @@ class BucketFolder:
         self._root = root.rstrip("/")
 
     @classmethod
-    def open(cls, url: str, what: str = "", kind: type[UserError] = ConfigError) -> BucketFolder:
-        """Return the files below `url`, without reading anything.
+    def open(cls, url: str, subject: str = "", kind: type[UserError] = ConfigError) -> BucketFolder:
+        """Return the folder at `url`, without reading anything.
 
-        `what` is the beginning of error messages, such as the option with its value; by default the
-        URL. Raises `kind` if fsspec does not know this kind of URL, if a package is missing, or if
-        there are no credentials.
+        Error messages begin with `subject`, such as the option with its value; the default is the
+        URL. Raises `kind` if fsspec does not know the scheme of the URL, if a package is missing,
+        or if there are no credentials.
         """
-        what = what or url
+        subject = subject or url
         problem = find_bucket_problem(url)
         if problem is not None:
-            raise kind(f"{what}: {problem}")
+            raise kind(f"{subject}: {problem}")
         import fsspec
 
         scheme = url.partition("://")[0].lower()
         try:
             system, root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            raise kind(f"{what}: {_explain_missing_package(scheme, error)}") from error
+            raise kind(f"{subject}: {_explain_missing_package(scheme, error)}") from error
         except Exception as error:  # any error of the file system's library
-            raise kind(f"{what}: {_describe_failure(error)}") from error
+            raise kind(f"{subject}: {_describe_failure(error)}") from error
         return cls(url, system, str(root))
 
     def open_parent(self) -> BucketFolder:
-        """Return the files in the folder that contains the URL."""
+        """Return the folder that contains this file or folder."""
         return BucketFolder(
             self.url.rpartition("/")[0], self._system, self._root.rpartition("/")[0]
         )
 
     def list_files(self) -> dict[str, FileStamp]:
-        """Return the stamps of all files below the URL, by name; without files, an empty mapping.
+        """Return the stamps of all files below the URL, by name.
 
-        If the URL is a file, the result is `{"": stamp}`.
+        If the URL is a file, the result is `{"": stamp}`. If nothing exists at the URL, the result
+        is empty.
         """
         self._system.invalidate_cache()
         try:
@@ -162,14 +164,14 @@ class BucketFolder:
             if info.get("type") != "directory":
                 files[str(path).lstrip("/")[len(root) :].lstrip("/")] = FileStamp.from_info(info)
         if len(files) > 1:
-            files.pop("", None)  # an empty object that stands for the folder
+            files.pop("", None)  # an empty object that marks the folder
         return files
 
     def read_stamp(self, name: str) -> FileStamp:
         """Return the stamp of a file. Raises `FileNotFoundError` if the file does not exist.
 
-        It is the same as in `list_files`: some file systems describe a file otherwise if it is
-        asked for alone.
+        The stamp equals the one in `list_files`: both are read from a listing, because some file
+        systems describe a file differently in other calls.
         """
         stamps = BucketFolder(f"{self.url}/{name}", self._system, self._get_path(name)).list_files()
         if "" not in stamps:
@@ -182,9 +184,9 @@ class BucketFolder:
         return contents
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes `start` to `end` (excluded) of a file."""
-        part: bytes = self._system.cat_file(self._get_path(name), start=start, end=end)
-        return part
+        """Return the bytes of a file from `start` up to, but not including, `end`."""
+        contents: bytes = self._system.cat_file(self._get_path(name), start=start, end=end)
+        return contents
 
     def write(self, name: str, contents: bytes) -> None:
         """Write a file, replacing an earlier one."""
@@ -192,9 +194,9 @@ class BucketFolder:
         self._system.pipe_file(self._get_path(name), contents)
 
     def create(self, name: str, contents: bytes) -> bool:
-        """Write a file unless its name is taken, in one operation of the store.
+        """Write a file if it does not exist, and return whether it was written.
 
-        Returns False, and changes nothing, if there is one.
+        The store does this in one atomic operation.
         """
         self._make_parent(name)
         try:
@@ -204,12 +206,12 @@ class BucketFolder:
         return True
 
     def upload(self, path: Path, name: str) -> None:
-        """Write the contents of the local file `path` to a file, in parts if it is large."""
+        """Upload the local file `path` as the file `name`, in parts if it is large."""
         self._make_parent(name)
         self._system.put_file(str(path), self._get_path(name))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files in the given order. Files that do not exist are skipped."""
+        """Remove files in the given order; skip those that do not exist."""
         for name in names:
             try:
                 self._system.rm_file(self._get_path(name))
@@ -219,8 +221,8 @@ class BucketFolder:
     def download(self, name: str, target: Path, stamp: FileStamp) -> None:
         """Copy a file to the local path `target`, which appears when the copy is complete.
 
-        Bytes that an interrupted download of the same version has left are not read again. Raises
-        `OSError` if the file has another size, or another MD5, than `stamp`.
+        If a download of the same version was interrupted, it is continued. Raises `OSError` if the
+        copy does not have the size and the MD5 in `stamp`.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         version = hashlib.sha256(f"{stamp.size} {stamp.version}".encode()).hexdigest()[:12]
@@ -229,10 +231,10 @@ class BucketFolder:
         with partial.open("ab") as file:
             while start < stamp.size:
                 end = min(start + RANGE_BYTES, stamp.size)
-                part = self.read_range(name, start, end)
-                if len(part) != end - start:
-                    raise OSError(f"bytes {start:,} to {end:,} came as {len(part):,} bytes")
-                file.write(part)
+                contents = self.read_range(name, start, end)
+                if len(contents) != end - start:
+                    raise OSError(f"bytes {start:,} to {end:,} came as {len(contents):,} bytes")
+                file.write(contents)
                 start = end
         if start != stamp.size or (stamp.md5 is not None and _compute_md5(partial) != stamp.md5):
             partial.unlink()
@@ -244,30 +246,30 @@ class BucketFolder:
         return f"{self._root}/{name}" if name else self._root
 
     def _make_parent(self, name: str) -> None:
-        """Create the folder of a file, on file systems that have folders."""
-        kinds = self._system.protocol
-        if OBJECT_STORES.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
+        """Create the folder of a file, unless the file system has no folders."""
+        protocols = self._system.protocol
+        if OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols):
             self._system.makedirs(self._get_path(name).rpartition("/")[0], exist_ok=True)
 
 
 @contextmanager
-def explain_store_errors(what: str, kind: type[WeftError], fix: str = "") -> Iterator[None]:
-    """Turn an error of a file system in the context into `kind`, with a one-line message.
+def explain_store_errors(subject: str, kind: type[WeftError], fix: str = "") -> Iterator[None]:
+    """Convert errors of file systems in the `with` block to `kind`, with a one-line message.
 
-    The message consists of `what`, which names the URL, the cause and `fix`. weft's own errors are
-    not changed.
+    The message consists of `subject` (which names the URL), the cause and `fix`. weft's own errors
+    pass unchanged.
     """
     try:
         yield
     except WeftError:
         raise
-    except Exception as error:  # each file system has its own kinds of errors
-        tail = f"; {fix}" if fix else ""
-        raise kind(f"{what}: {_describe_failure(error)}{tail}") from error
+    except Exception as error:  # each file system defines its own error classes
+        suffix = f"; {fix}" if fix else ""
+        raise kind(f"{subject}: {_describe_failure(error)}{suffix}") from error
 
 
 def _describe_failure(error: Exception) -> str:
-    """Return a description of the error of a file system, without line breaks."""
+    """Return a one-line description of an error of a file system."""
     text = describe_cause(error)
     name = type(error).__name__
     code = getattr(error, "code", None) or getattr(error, "status", None)
@@ -283,7 +285,7 @@ def _describe_failure(error: Exception) -> str:
 
 
 def _explain_missing_package(scheme: str, error: ImportError) -> str:
-    """Return a message that names the missing package of a kind of URL and how to install it."""
+    """Return a message that names the package missing for `scheme`, and says how to install it."""
     extra = EXTRAS.get(scheme)
     if extra is None:
         return f"{scheme}:// needs another package: {describe_cause(error)}"

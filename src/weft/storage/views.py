@@ -1,8 +1,8 @@
-"""Look at the runs in a bucket: copies of their small files, without weights and recovery points.
+"""Views of runs in a bucket: local copies of the small files of the runs.
 
-folder = view_runs("gs://b/runs")           # for `weft ls`, `show`, `report` and `logs`
+folder = view_runs("gs://b/runs")           # used by `weft ls`, `show`, `report` and `logs`
 find_view_url(folder / "e/t")               # gs://b/runs/e/t
-count_view_bytes(folder / "e/t")            # of all files in the bucket
+count_view_bytes(folder / "e/t")            # size of all files of the run in the bucket
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from weft.storage.copies import MANIFEST, find_cache_folder, split_url
 from weft.writing import TEMPORARY, write
 
 VIEWS = "views"
-STAMPS = ".weft-view.json"  # a `ViewListing`
+STAMPS = ".weft-view.json"  # file with the `ViewListing` of a view
 HIDDEN_FOLDERS = ("recover",)
 CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
 class ViewListing:
-    """Listing of the folder in the bucket that a view shows.
+    """Files of a folder in a bucket, listed when a view of the folder was made.
 
     Attributes:
-        url: URL of the folder
-        versions: version of each file that the view has, by name
-        sizes: bytes of each file in the bucket, by name, also of those that the view leaves out
+        url: URL of the folder.
+        versions: Version of each file in the view, by name.
+        sizes: Size in bytes of each file in the bucket, by name, including files that are not in
+            the view.
     """
 
     url: str
@@ -39,11 +40,12 @@ class ViewListing:
 
 
 def view_runs(url: str, *, missing_ok: bool = False) -> Path:
-    """Return a local folder with the small files of all runs at or below a URL, as they are now.
+    """Return a local folder with current copies of the small files of all runs at or below a URL.
 
-    Checkpoints have only their manifests, and recovery points are left out. Files that have not
+    Of checkpoints, only the manifests are copied; recovery points are left out. Files that have not
     changed since the last call are not copied again. Raises `ConfigError` if the URL cannot be
-    read and, unless `missing_ok` is True, if there is nothing there.
+    read or is a file. If nothing exists at the URL, raises `ConfigError` unless `missing_ok` is
+    True.
     """
     bucket = BucketFolder.open(url)
     folder = find_cache_folder() / VIEWS / split_url(url)
@@ -51,20 +53,20 @@ def view_runs(url: str, *, missing_ok: bool = False) -> Path:
         listing = bucket.list_files()
         if "" in listing or not (listing or missing_ok):
             raise ConfigError(f"{url}: there is no such folder in the bucket; check the spelling")
-        wanted = {name: stamp for name, stamp in listing.items() if is_visible(name)}
-        listed = _read_listing(folder)
-        known = {} if listed is None else listed.versions
+        visible = {name: stamp for name, stamp in listing.items() if is_visible(name)}
+        previous = _read_listing(folder)
+        known_versions = {} if previous is None else previous.versions
         for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
             name = path.relative_to(folder).as_posix()
-            if path.is_file() and name not in wanted and name != STAMPS:
+            if path.is_file() and name not in visible and name != STAMPS:
                 path.unlink()
                 _remove_empty_folders(path.parent, folder)
-        for name, stamp in wanted.items():
-            if known.get(name) != stamp.version or not (folder / name).is_file():
+        for name, stamp in visible.items():
+            if known_versions.get(name) != stamp.version or not (folder / name).is_file():
                 bucket.download(name, folder / name, stamp)
     current = ViewListing(
         bucket.url,
-        {name: stamp.version for name, stamp in wanted.items()},
+        {name: stamp.version for name, stamp in visible.items()},
         {name: stamp.size for name, stamp in listing.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,24 +76,24 @@ def view_runs(url: str, *, missing_ok: bool = False) -> Path:
 
 def find_view_url(path: Path) -> str | None:
     """Return the URL of a file or folder in a view, or None if `path` is not in a view."""
-    place = _find_listing(path)
-    if place is None:
+    match = _find_listing(path)
+    if match is None:
         return None
-    listing, name = place
+    listing, name = match
     return f"{listing.url.rstrip('/')}/{name}".rstrip("/")
 
 
 def count_view_bytes(path: Path) -> int | None:
-    """Return the size of a folder's files in the bucket, or None if `path` is not in a view.
+    """Return the bytes of a folder's files in the bucket, or None if `path` is not in a view.
 
-    The sizes are those of the bucket's listing, so that weights and recovery points count too.
+    Files that are not in the view, such as weights and recovery points, are counted, too.
     """
-    place = _find_listing(path)
-    if place is None:
+    match = _find_listing(path)
+    if match is None:
         return None
-    listing, folder = place
-    beginning = f"{folder}/" if folder else ""
-    return sum(size for name, size in listing.sizes.items() if name.startswith(beginning))
+    listing, folder = match
+    prefix = f"{folder}/" if folder else ""
+    return sum(size for name, size in listing.sizes.items() if name.startswith(prefix))
 
 
 def is_visible(name: str) -> bool:
@@ -103,9 +105,10 @@ def is_visible(name: str) -> bool:
 
 
 def _find_listing(path: Path) -> tuple[ViewListing, str] | None:
-    """Return the listing of the view that has `path`, and the name of `path` in it.
+    """Return the listing of the innermost view that contains `path`, and the name of `path` in it.
 
-    A view can contain one of a folder inside it, which is then the newer one.
+    Views can be nested. The innermost one is the newest, since updating a view removes the listings
+    of views inside it.
     """
     root = find_cache_folder() / VIEWS
     path = path.absolute()
@@ -120,7 +123,7 @@ def _find_listing(path: Path) -> tuple[ViewListing, str] | None:
 
 
 def _read_listing(folder: Path) -> ViewListing | None:
-    """Return the listing in a folder; None if it has none, or one of an earlier version."""
+    """Return the listing in a folder, or None if it has none that this version of weft can read."""
     try:
         values: Any = json.loads((folder / STAMPS).read_text())
         return ViewListing(**values)
@@ -129,7 +132,7 @@ def _read_listing(folder: Path) -> ViewListing | None:
 
 
 def _remove_empty_folders(folder: Path, view: Path) -> None:
-    """Remove a folder of a view, and those above it, if they are empty."""
+    """Remove `folder` and then its parents inside `view`, up to the first that is not empty."""
     while folder != view and not any(folder.iterdir()):
         folder.rmdir()
         folder = folder.parent

@@ -385,7 +385,7 @@ def save_model(
             head,
             base=str(spec.path),
             dropout=spec.lora.dropout,
-            whole=spec.trains_embeddings,
+            save_embeddings=spec.trains_embeddings,
         )
         tensors = lora.merge(tensors, scales)
     hf_io.write_generation(directory, common.read_generation_config(spec))
