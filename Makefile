@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?= $(BIN)/python -m pytest -n auto --dist loadfile --durations=10
+IN_ORDER := --no-loadscope-reorder # long files first, tests/conftest.py
 STAMP := $(VENV)/.installed-
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -36,17 +37,17 @@ demo: install ## a small model learns under SFT, PPO and GRPO on this CPU; minut
 	env -u OMP_NUM_THREADS $(BIN)/weft demo
 
 test: install-dev ## the default tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(IN_ORDER) -m "not slow"
 
 SEED ?= $(shell date +%s)
 test-shuffled: install-dev ## the default tests in a random order of files, and of tests in each; SEED=N repeats one
 	$(PYTEST) -m "not slow" --random-order-bucket=module --random-order-seed=$(SEED)
 
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
-	$(PYTEST) -m "slow and not exhaustive"
+	$(PYTEST) $(IN_ORDER) -m "slow and not exhaustive"
 
 test-exhaustive: install-dev ## the combinations that CI has no time for, such as every family in every layout; before a release
-	$(PYTEST) -m exhaustive
+	$(PYTEST) $(IN_ORDER) -m exhaustive
 
 PROCESSORS ?=
 test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"

@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,16 @@ TWO_HALVES = (
 IS_OLD = Version(version("torch")) < Version("2.13")
 NEEDS_TORCH = re.compile(  # weft's message
     r"pipeline_schedule=(zero_bubble|interleaved_zero_bubble|zbv) needs torch 2\.13"
+)
+# Files of a few tests that take minutes. At the end of a tier they would leave a core without work.
+STARTED_FIRST = (
+    "tests/e2e/test_demo.py",
+    "tests/launch/test_cluster_failures.py",
+    "tests/e2e/test_real_data.py",
+    "tests/launch/test_supervisor_restarts.py",
+    "tests/compat/easylm/test_commands_guide.py",
+    "tests/launch/test_supervisor.py",
+    "tests/cli/test_named_data.py",
 )
 TOO_LATE = f"not run: it would begin after {UNTIL}"
 
@@ -85,6 +96,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)  # not in the default tier either
         if IS_OLD and any(sign in item.nodeid for sign in TWO_HALVES):
             item.add_marker(pytest.mark.skip(reason="zero-bubble schedules need torch 2.13"))
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_order_files(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files of `STARTED_FIRST` at the front, and of the others those with the most tests.
+
+    This is done with `--no-loadscope-reorder`, with which `pytest -n` keeps the order of files.
+    """
+    if config.getoption("loadscopereorder", True):
+        return
+    files = [item.nodeid.partition("::")[0] for item in items]
+    counts = Counter(files)
+    ranks = {}
+    for file in counts:
+        is_first = file in STARTED_FIRST
+        ranks[file] = (STARTED_FIRST.index(file) if is_first else len(STARTED_FIRST), -counts[file])
+    places = sorted(range(len(items)), key=lambda place: ranks[files[place]])
+    items[:] = [items[place] for place in places]
 
 
 def _is_other_case(item: pytest.Item, mark: str) -> bool:
