@@ -366,9 +366,9 @@ def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path
 
 def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    for count in (1, compare.MOST + 1):
+    for count in (1, compare.MAX_RUNS + 1):
         with pytest.raises(
-            UserError, match=f"{count} runs: a comparison takes 2 to {compare.MOST}"
+            UserError, match=f"{count} runs: a comparison takes 2 to {compare.MAX_RUNS}"
         ):
             build_comparison([run] * count, tmp_path / "c.html")
 

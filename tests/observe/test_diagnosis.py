@@ -283,7 +283,7 @@ def test_every_bound_has_a_cause_and_something_to_try() -> None:
         assert (
             own
             and own[0].fixes
-            and own[0].means != "the run has a problem that weft does not recognize"
+            and own[0].cause != "the run has a problem that weft does not recognize"
         ), about.pattern
 
 

@@ -244,4 +244,4 @@ def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
 
 def test_numbers_are_listed_as_ranges() -> None:
     assert format_ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert format_ranges(range(1, 40, 2), most=3) == "1, 3, 5 and 17 more ranges"
+    assert format_ranges(range(1, 40, 2), max_ranges=3) == "1, 3, 5 and 17 more ranges"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weft.observe.pace import RunPace
 from weft.observe.progress import (
-    UNREAD,
+    BROKEN_PIPE_NOTE,
     LiveView,
     PlainView,
     ProgressView,
@@ -182,7 +182,7 @@ def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
     assert child.stdout is not None and child.stderr is not None
     child.stdout.readline()
     child.stdout.close()
-    assert child.stderr.read().decode() == f"{UNREAD}\n" and child.wait(30) == 0
+    assert child.stderr.read().decode() == f"{BROKEN_PIPE_NOTE}\n" and child.wait(30) == 0
     assert path.read_text() == "went on"
 
 
@@ -218,7 +218,7 @@ def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
         console = terminal()
         view = LiveView("e/t", console)
         view.record_step(LINE, is_shown=True)
-        view.close("finished", flagged=flagged)
+        view.close("finished", is_flagged=flagged)
         assert told(console).startswith(f"{sign} finished after step 3")
 
 

@@ -334,7 +334,7 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     y = [0.0] * 10_000
     y[4321], y[9000] = 5.0, -5.0
     a, b = charts.thin_series(x, y)
-    assert len(a) <= charts.POINTS + 2 and a == sorted(a)
+    assert len(a) <= charts.FIRST_VIEW_POINTS + 2 and a == sorted(a)
     assert (a[0], a[-1], max(b), min(b)) == (0.0, 9999.0, 5.0, -5.0)
 
 
@@ -391,7 +391,7 @@ def test_any_step_can_be_chosen_on_the_timeline(tmp_path: Path) -> None:
 def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timing, "MOST_SPANS", 100)
+    monkeypatch.setattr(timing, "MAX_SPANS", 100)
     spans = [
         TimelineSpan("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s)
         for s in range(1, 1001)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.observe.report import LARGE, ReportRenewal, main, start
+from weft.observe.report import MAX_BYTES_IN_PROCESS, ReportRenewal, main, start
 
 
 class Clock:
@@ -75,7 +75,7 @@ def test_one_that_takes_long_is_built_less_often(tmp_path: Path) -> None:
 
 
 def large(folder: Path) -> Path:
-    (folder / "metrics.jsonl").write_bytes(b" " * (LARGE + 1))
+    (folder / "metrics.jsonl").write_bytes(b" " * (MAX_BYTES_IN_PROCESS + 1))
     return folder
 
 

@@ -106,11 +106,15 @@ def test_a_run_that_nobody_works_on_is_unfinished(tmp_path):
         "fresh": "running",
         "quiet": "unfinished",
     }
-    assert {run.status for run in list_runs(tmp_path, alive=lambda path: path.name == "quiet")} == {
+    assert {
+        run.status for run in list_runs(tmp_path, is_alive=lambda path: path.name == "quiet")
+    } == {
         "running",
         "unfinished",
     }
-    assert next(run for run in list_runs(tmp_path, alive=lambda path: False)).status == "unfinished"
+    assert (
+        next(run for run in list_runs(tmp_path, is_alive=lambda path: False)).status == "unfinished"
+    )
 
 
 def test_the_record_of_a_run_says_its_algorithm_and_its_steps(tmp_path):

@@ -125,7 +125,7 @@ def test_offline_needs_no_login_and_leaves_out_what_was_logged(
     module = stand_in("wandb", Session(), problem="no network")
     (sink,) = make_sinks(
         {"wandb": {"mode": "offline"}},
-        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, last_logged_step=2),
     )
     for step in (2, 3):
         sink.log(step, {"x": 1.0})
@@ -185,7 +185,7 @@ def test_trackio_goes_on_under_the_same_name(tmp_path: Path, stand_in: Any) -> N
     module = stand_in("trackio", Session())
     (sink,) = make_sinks(
         {"trackio": {"project": "p"}},
-        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, last_logged_step=2),
     )
     for step in (2, 3):
         sink.log_samples(step, [{"completion": "c"}])

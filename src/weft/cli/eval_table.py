@@ -327,7 +327,7 @@ def _convert_cell(cell: TableCell) -> dict[str, Any]:
         else {
             "value": difference.value,
             "interval": [difference.low, difference.high],
-            "p": difference.chance,
+            "p": difference.p_value,
             "items": difference.num_items,
         },
     }

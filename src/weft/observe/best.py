@@ -24,7 +24,7 @@ from weft.observe.metrics import (
 )
 
 BEST = "best.json"  # file in the folder of checkpoints
-MODES = {"max": 1, "min": -1}  # values of `save_best_mode`, and the directions they stand for
+MODES = {"max": 1, "min": -1}  # values of `save_best_mode`, and the direction of each
 # Last parts of metrics of evaluation tasks, in addition to those that `get_direction` knows.
 RISING = (
     "acc",
@@ -90,9 +90,9 @@ def find_best_checkpoint(run: Path, role: str) -> Path:
 def find_direction(metric: str, mode: str | None = None) -> int:
     """Return 1 if higher values of a metric are better, or -1 if lower values are.
 
-    `mode` is the value of `save_best_mode`. Without it, the direction follows from the last part of
-    the metric's name, without what stands behind `@` or `,` as in `pass@1` and `acc,none`. Raises
-    `ConfigError` if the name does not tell.
+    `mode` is the value of `save_best_mode`. If it is None, the direction follows from the last part
+    of the metric's name, without a suffix after `@` or `,` as in `pass@1` and `acc,none`. Raises
+    `ConfigError` if no direction is known for the name.
     """
     if mode is not None:
         return MODES[mode]
@@ -166,7 +166,7 @@ def check_metric_name(metric: str, nodes: Collection[str], *, evaluates: bool) -
 
 
 def build_missing_error(metric: str, names: Collection[str]) -> ConfigError:
-    """Return the error for a metric that the run does not have. `names` are those that it has."""
+    """Return the error for a metric that the run lacks; `names` are the metrics that it has."""
     known = [name for name in names if "/" in name and not name.startswith(ABOUT_MACHINE)]
     close = find_nearest(metric, known)
     if close:
