@@ -166,7 +166,9 @@ def _write_page(
         heading = "What changed"
     else:
         heading = f"What changed from {table.names[first]} to {table.names[second]}"
-        changes = find_changes(table, first, second, MAX_ITEMS_IN_SECTION) if first != second else []
+        changes = (
+            find_changes(table, first, second, MAX_ITEMS_IN_SECTION) if first != second else []
+        )
     count = f"{len(table.names)} checkpoint{'' if len(table.names) == 1 else 's'}"
     top = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">'

@@ -314,7 +314,7 @@ def write_best_answers(given: argparse.Namespace) -> None:
         reward, prompts, [[answer.text for answer in group] for group in answers]
     )
     choices = sampling_report.choose(prompts, answers, scores, finished_only=not given.keep_cut)
-    for name, count in sampling_report.save(choices, given.out, least=given.least).items():
+    for name, count in sampling_report.save(choices, given.out, min_score=given.least).items():
         print(f"{given.out / name}  {count} rows")
     if choices:
         top = sum(choice.scores[0] for choice in choices) / len(choices)

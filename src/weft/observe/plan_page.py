@@ -397,10 +397,8 @@ def _render_memory_chart(plan: ShownPlan, group: ShownGroup) -> str:
     length = plan.seconds
     capacity = group.capacity or 0.0
     top = _find_chart_top(group)
-    if top > GIB / 2:
-        unit, unit_name = GIB, "GiB"
-    else:
-        unit, unit_name = MIB, "MiB"
+    unit: float = GIB if top > GIB / 2 else MIB
+    unit_name = "GiB" if unit == GIB else "MiB"
     # The line keeps each value until the next one: two points for each change.
     points = []
     previous = 0.0
