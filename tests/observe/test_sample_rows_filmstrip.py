@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.observe.test_report import EVIL, Page, write_run
 from weft.observe.report import build_report
-from weft.observe.sample_rows import FILE, MAX_FRAMES, MAX_STRIPS, render_filmstrip
+from weft.observe.sample_rows import EVAL_PROMPTS, MAX_FRAMES, MAX_STRIPS, render_filmstrip
 
 
 def row(step: int, id: str, said: str, **more: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_a_long_run_shows_its_first_and_last_step_and_an_answer_that_stays_is_ma
 
 def test_many_prompts_are_counted(tmp_path: Path) -> None:
     text = render_filmstrip([row(0, str(n), "x") for n in range(MAX_STRIPS + 3)])
-    assert text.count("<article") == MAX_STRIPS and f"3 more prompts are in {FILE}" in text
+    assert text.count("<article") == MAX_STRIPS and f"3 more prompts are in {EVAL_PROMPTS}" in text
 
 
 def test_the_report_shows_them_whatever_they_hold(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def _build_catalogue_options(spec: EvalSuiteSpec) -> CatalogueOptions:
 
 
 def _build_options(experiment: Experiment) -> SuiteOptions:
+    """Return the options of the evaluation from those of the run."""
     spec = experiment.control.eval_suite
     as_multiturn = spec.fewshot_as_multiturn
     assert experiment.eval_suite is not None, "eval_suite is set"

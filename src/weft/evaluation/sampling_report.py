@@ -264,6 +264,7 @@ def _render_models(reports: Sequence[Report]) -> str:
 
 
 def _render_prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str:
+    """Render a prompt with one cell for each model and setting."""
     cells = []
     for index, report in enumerate(reports):
         row = next((row for row in report["prompts"] if row["prompt"] == text), None)
@@ -277,6 +278,7 @@ def _render_prompt(text: str, reports: Sequence[Report], columns: Sequence[str])
 
 
 def _render_outputs(result: Mapping[str, Any]) -> str:
+    """Render the outputs of one result, with rewards if there are scores."""
     outputs = result["outputs"]
     scores = result.get("scores") or []
     finishes = result.get("finish") or []

@@ -55,7 +55,7 @@ class SuiteOptions:
             the default seeds of the harness, with which its published figures are computed.
         bootstrap_iters: Resamples for the standard errors of metrics that are not means.
         max_tokens: Limit on the tokens of one forward pass.
-        model_arguments: Facts about how the model was opened, for the result file.
+        model_arguments: Options with which the model was opened, for the result file.
     """
 
     limit: float | None = None

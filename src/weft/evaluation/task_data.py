@@ -141,6 +141,7 @@ def _convert_math(row: Row) -> Item:
 
 
 def _convert_ifeval(row: Row) -> Item:
+    """Convert a row of IFEval or IFBench; unknown instructions and arguments are refused."""
     from weft.host.verifiers.ifeval import is_followed
 
     ids = read_texts(row, require(row, "instruction_id_list"))

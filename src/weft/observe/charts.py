@@ -283,6 +283,7 @@ def describe_chart(chart: Chart) -> str:
 
 
 def _render_plot(chart: Chart, large: bool) -> str:
+    """Render the grid, the lines and the tick labels of a chart."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in choose_ticks(y0, y1, 6 if large else 4)]
     columns = []
@@ -327,6 +328,7 @@ def _choose_edge_class(position: float) -> str:
 
 
 def _render_path(line: ChartLine, chart: Chart) -> str:
+    """Return the SVG path of a line, in percent of the chart's width and height."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     x_scale = 100 / (x1 - x0)
     y_scale = 100 / (y1 - y0)
@@ -359,6 +361,7 @@ def format_hue(hue: ColourPair) -> str:
 
 
 def _build_chart(run: RunFiles, group: MetricGroup, max_points: int) -> Chart:
+    """Build the chart of a group of metrics, with at most `max_points` points per line."""
     names = group.names
     nodes = list(dict.fromkeys(find_node(name) for name in names if not name.startswith(EVAL)))
     hues = list(

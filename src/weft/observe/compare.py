@@ -149,6 +149,7 @@ def _render_top(named_runs: Sequence[NamedRun], main_chart: Chart | None) -> str
 
 
 def _render_card(named_run: NamedRun, named_runs: Sequence[NamedRun]) -> str:
+    """Render the progress, the headline metric and the status of one run as a list item."""
     run = named_run.run
     facts = []
     deciding_names = find_deciding_metric(named_runs)
@@ -181,10 +182,11 @@ def _render_card(named_run: NamedRun, named_runs: Sequence[NamedRun]) -> str:
     )
 
 
-# -- what differs
+# -- differing options
 
 
 def _render_settings(named_runs: Sequence[NamedRun]) -> str:
+    """Render a table of the differing options, partly folded if it is long due to the algorithms."""
     runs = [named_run.run for named_run in named_runs]
     rows = []
     for name, values in find_differences(runs).items():
@@ -203,6 +205,7 @@ def _render_settings(named_runs: Sequence[NamedRun]) -> str:
 
 
 def _render_table(named_runs: Sequence[NamedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Render a table with a column for each run; `rows` has (option, one value per run)."""
     body = ""
     for name, values in rows:
         # On narrow screens, each cell shows the name of its run.
@@ -229,6 +232,7 @@ def _render_heads(named_runs: Sequence[NamedRun]) -> str:
 
 
 def _render_metrics(named_runs: Sequence[NamedRun], measures: Sequence[MeasureNames]) -> str:
+    """Render a table of the measures; less informative ones are folded."""
     rows = list(_render_metric_rows(named_runs, measures))
     if not rows:
         return ""

@@ -17,7 +17,7 @@ from weft.observe.page import ColourPair, escape_text, replace_control_character
 from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import SampleGroup, group_rows
 
-# Keys that have a place of their own on the page, or are not shown.
+# Keys with a separate place on the page, or that are not shown.
 PLACED_KEYS = (
     "step",
     "id",
@@ -383,6 +383,7 @@ def _render_prompt(
     groups_by_run: Sequence[Mapping[str, SampleGroup]],
     tokens: list[dict[str, Any]],
 ) -> str:
+    """Render a prompt with the answers of all runs that have one."""
     answers = []
     for compared_run, groups in zip(compared_runs, groups_by_run, strict=True):
         if prompt in groups:
@@ -404,6 +405,7 @@ def _render_prompt(
 def _render_run_answer(
     label: str, hue: ColourPair, group: SampleGroup, tokens: list[dict[str, Any]]
 ) -> str:
+    """Render the first answer of one run to a prompt."""
     row = group.rows[0]
     completion = (
         escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'

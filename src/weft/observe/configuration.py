@@ -1,4 +1,4 @@
-"""Configuration of a run as HTML: how it was started, changed options, and all options."""
+"""Configuration of a run as HTML: its starts, its changed options, and all options."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def find_chosen_options(run: RunFiles) -> frozenset[str]:
 
 
 def render_configuration(run: RunFiles) -> str:
-    """Render how the run was started, its changed options, and a folded list of all options."""
+    """Render the starts of the run, its changed options, and a folded list of all options."""
     parts = [render_starts(run)]
     changed = find_changed_options(run)
     chosen = find_chosen_options(run)

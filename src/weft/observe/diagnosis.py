@@ -1,7 +1,7 @@
-"""Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
+"""Diagnosis of a run from its metrics: problems, their usual causes, and options to try.
 
 The bounds of each metric are defined with its description in `weft.observe.metric_help`. This
-module also checks how values change over several steps: a rising loss, a falling reward, a worse
+module also finds problems that develop over several steps: a rising loss, a falling reward, a worse
 validation loss, repetitive text.
 """
 

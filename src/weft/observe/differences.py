@@ -96,7 +96,7 @@ def _format_option_name(name: str, full_names: Sequence[str | None]) -> str:
 
 
 def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
-    """Return the options that determine what the metric `name` measures, with their values.
+    """Return the options that determine the meaning of the metric `name`, with their values.
 
     The metric can be compared between two runs if these options are equal. A loss depends on the
     algorithm and the algorithm's options, and a reward on the source of rewards. Both also depend

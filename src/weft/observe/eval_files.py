@@ -160,10 +160,10 @@ class ResultReader:
                 if earlier is None or _rank_result(score) > _rank_result(earlier):
                     scores[key] = score
         if repeated_tasks:
-            listed = ", ".join(f"{task} of {model}" for model, task in list(repeated_tasks)[:3])
+            examples = ", ".join(f"{task} of {model}" for model, task in list(repeated_tasks)[:3])
             more = f" and {len(repeated_tasks) - 3} more" if len(repeated_tasks) > 3 else ""
             notes.append(
-                f"several results of {listed}{more}: the one with the most items is shown, and of "
+                f"several results of {examples}{more}: the one with the most items is shown, and of "
                 f"these the newest"
             )
         return FoundResults(list(scores.values()), notes)
@@ -272,7 +272,7 @@ def name_model(path: Path, recorded: str) -> str:
             continue
         if folder.parent.parent.name == CHECKPOINTS:
             return shorten_path(str(folder))
-        run = next((each for each in folder.parents if is_run(each)), None)
+        run = next((parent for parent in folder.parents if is_run(parent)), None)
         if run is not None:
             return f"{run}@{folder.name}"
     return shorten_path(recorded) if recorded else str(path.parent)
@@ -342,11 +342,11 @@ def _read_task_facts(content: Mapping[str, Any], task: str) -> dict[str, Any]:
     subtasks = tuple(_iterate_subtasks(content, task, set()))
     versions = _get_mapping(content, "versions")
     settings = {}
-    for each in subtasks or (task,):
-        config = _get_mapping(_get_mapping(content, "configs"), each)
+    for member in subtasks or (task,):
+        config = _get_mapping(_get_mapping(content, "configs"), member)
         for name in SETTINGS:
-            settings[f"{each} {name}"] = json.dumps(config.get(name), sort_keys=True)
-        settings[f"{each} version"] = str(versions.get(each))
+            settings[f"{member} {name}"] = json.dumps(config.get(name), sort_keys=True)
+        settings[f"{member} version"] = str(versions.get(member))
     shots = _parse_number(_get_mapping(content, "n-shot").get(task))
     return {
         "shots": None if shots is None else int(shots),
@@ -441,6 +441,7 @@ def read_sample_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _build_record(row: Mapping[str, Any]) -> ItemRecord:
+    """Return the hashes and the finite metrics of an item's row."""
     hashes = tuple(str(row.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
     names = row.get("metrics")
     values = {}

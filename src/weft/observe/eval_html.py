@@ -129,6 +129,7 @@ def _find_range(table: EvaluationTable, column: TableColumn) -> tuple[float, flo
 
 
 def _render_cell(cell: TableCell | None, value_range: tuple[float, float], address: str) -> str:
+    """Render a score with its mark and interval; `value_range` is that of its column."""
     if cell is None:
         return '<td data-sort="" class="quiet">–</td>'
     value = f"<b>{format_score(cell.value)}</b>"
@@ -193,6 +194,7 @@ def render_changes(table: EvaluationTable, changes: Sequence[ColumnChanges]) -> 
 
 
 def _render_item(change: ItemChange, names: Sequence[str]) -> str:
+    """Render an item with its prompt, its target and both models' answers."""
     styles = {RIGHT_TO_WRONG: ("good", "bad"), WRONG_TO_RIGHT: ("bad", "good")}
     answers = "".join(
         _render_answer(answer, name, style)

@@ -68,7 +68,7 @@ class ColumnChanges:
     changes: Sequence[ItemChange] = ()
 
     def describe(self) -> str:
-        """Return a sentence on how many items changed."""
+        """Return a sentence with the number of changed items of each kind."""
         if self.refusal:
             return f"not compared: {self.refusal}"
         parts = [f"{count} {kind}" for kind, count in (self.counts or {}).items() if count]
@@ -98,6 +98,7 @@ def find_changes(
 def _compare_column(
     column: TableColumn, cells: tuple[TableCell, TableCell], max_items: int | None
 ) -> ColumnChanges:
+    """Find the items on which two models differ in one column, largest changes first."""
     before, after = cells
     assert before.score is not None and after.score is not None, "checked by the caller"
     models = (before.score.model, after.score.model)
@@ -264,15 +265,16 @@ def _pick_choice(
 
     Metrics in `NORMALIZED` divide each log-likelihood by the length of the choice.
     """
-    known = [likelihood for likelihood in likelihoods if likelihood is not None]
-    scaled = list(known)
+    numbers = [likelihood for likelihood in likelihoods if likelihood is not None]
+    scaled = list(numbers)
     if metric in NORMALIZED:
         encoded = [choice.encode() if metric == "acc_bytes" else choice for choice in choices]
         scaled = [
-            likelihood / max(1, len(text)) for likelihood, text in zip(known, encoded, strict=True)
+            likelihood / max(1, len(text))
+            for likelihood, text in zip(numbers, encoded, strict=True)
         ]
     best = scaled.index(max(scaled))
-    return choices[best], f"log-likelihood {known[best]:.3f}"
+    return choices[best], f"log-likelihood {numbers[best]:.3f}"
 
 
 def _read_likelihood(response: Any) -> float | None:

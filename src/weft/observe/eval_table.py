@@ -184,11 +184,11 @@ def _choose_columns(
     By default, these are the groups, and the tasks outside groups, each with one metric: the metric
     that `options.by` names, or else the first one in the results.
     """
-    known = list(dict.fromkeys(score.task for score in scores))
+    tasks = list(dict.fromkeys(score.task for score in scores))
     for task in options.tasks:
-        if task not in known:
-            close = find_nearest(task, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        if task not in tasks:
+            close = find_nearest(task, tasks, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(tasks)}"
             raise ConfigError(f"--task {task}: no result has this task; {hint}")
     preferred = _find_preferred_metric(scores, options.by)
     grouped = find_grouped_tasks(scores)
@@ -199,7 +199,7 @@ def _choose_columns(
             continue
         column = TableColumn(score.task, score.measure, score.shots, score.rises)
         by_column.setdefault(column, []).append(score)
-    columns = sorted(by_column, key=lambda column: (known.index(column.task), column.shots or 0))
+    columns = sorted(by_column, key=lambda column: (tasks.index(column.task), column.shots or 0))
     if not options.everything and not options.tasks:
         columns = _choose_first_metrics(columns, preferred)
     chosen = {}

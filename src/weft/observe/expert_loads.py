@@ -1,7 +1,7 @@
 """Loads of experts in past steps, for predicting the next step of a run with expert parallelism.
 
-Before the first step, the prediction assumes how unequally tokens are distributed over the experts.
-Later predictions use the median of the loads that the run's training calls have measured.
+The first prediction assumes a distribution of tokens over the experts. Later predictions use the
+median of the loads that the run's training calls have measured.
 """
 
 from __future__ import annotations

@@ -109,15 +109,15 @@ def get_direction(name: str) -> int:
     last = get_last_part(name)
     if name.startswith(ABOUT_MACHINE):
         return 0
-    if any(last == word or last.endswith(f"_{word}") for word in RISING):
+    if any(last == part or last.endswith(f"_{part}") for part in RISING):
         return 1
-    if any(last == word or last.endswith(f"_{word}") for word in FALLING):
+    if any(last == part or last.endswith(f"_{part}") for part in FALLING):
         return -1
     return 0
 
 
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the training metric that best shows how well a run is doing, or None.
+    """Return the headline metric: the training metric that best shows the quality of the model.
 
     A run's reward is preferred to all other metrics. Without a reward, the accuracy is preferred to
     the loss for reward models and DPO, and the loss to the accuracy for other algorithms. Returns
@@ -164,9 +164,9 @@ def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | No
     This is the validation metric if the run has one, else the headline metric. Returns None if the
     run has neither.
     """
-    known = list(names)
-    name = find_headline(known, algorithm)
-    return find_evaluation(name, known) or name
+    all_names = list(names)
+    name = find_headline(all_names, algorithm)
+    return find_evaluation(name, all_names) or name
 
 
 def compute_rank(name: str) -> tuple[int, int]:

@@ -47,9 +47,8 @@ from weft.redaction import mask_values
 from weft.writing import write
 
 README = "README.md"
-THIS_FOLDER = (
-    "PATH_OF_THIS_FOLDER"  # in place of the model's name in examples; replaced by `weft push`
-)
+# Placeholder for the model's name in examples; `weft push` replaces it.
+THIS_FOLDER = "PATH_OF_THIS_FOLDER"
 ADAPTER_FOLDER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
@@ -66,7 +65,7 @@ BARS = "▁▂▃▄▅▆▇█"
 CHECKSUM_LINE = re.compile(r"<!-- written by weft, checksum ([0-9a-f]{16}) -->\n?\Z")
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 SUITE = "eval_suite"
-# Options that name a run, or determine where and how it works: first parts of their names.
+# First parts of options that name a run, or that do not change its result.
 UNRELATED = frozenset(
     (
         *("experiment_name", "trial_name", "fileroot", "mode", "env", "launch", "slurm", "search"),
@@ -317,6 +316,7 @@ def _format_front_matter(metadata: Mapping[str, Any]) -> str:
 
 
 def _describe_model(checkpoint: Path, facts: CardFacts, role: str) -> Iterator[str]:
+    """Yield the title and a table of the model's properties."""
     architecture = find_architecture(checkpoint)
     algorithm = find_algorithm(facts.run)
     kind = "Model"
@@ -412,6 +412,7 @@ def _list_sources(facts: CardFacts) -> list[dict[str, Any]]:
 
 
 def _describe_data(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the training and validation rows."""
     rows = []
     for source in _list_sources(facts):
         name = source.get("path") or source.get("named") or source.get("name")
@@ -470,6 +471,7 @@ def _format_item(value: Any) -> str:
 
 
 def _describe_options(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the options that differ from their defaults."""
     rows = []
     for name, value in facts.options.items():
         text = shorten(format_value(value), MAX_VALUE_LENGTH)
@@ -491,6 +493,7 @@ def _describe_options(facts: CardFacts) -> Iterator[str]:
 
 
 def _describe_curves(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the training metrics, each with its curve."""
     names = []
     for name in facts.run.metric_names:
         last = get_last_part(name)

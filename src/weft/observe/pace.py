@@ -386,6 +386,7 @@ class RunPace:
         self._record_values(numbers)
 
     def _record_values(self, numbers: Mapping[str, float]) -> None:
+        """Record the values of the headline metric and of its evaluation."""
         if numbers["step"] == 0:  # kept until the first step shows which metric is the headline
             self._start_metrics = numbers
             return
@@ -492,14 +493,14 @@ class RunPace:
         if self.name is not None and self.values:
             series.append((self.name, self.values))
         return parts + [
-            f"{find_title(name)} {format_course(values, name, self._num_rows)}"
+            f"{find_title(name)} {format_change(values, name, self._num_rows)}"
             + ("" if self._has_all_values else resumed)
             for name, values in series
         ]
 
 
-def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
+def format_change(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
+    """Format the change of a metric, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
     `rows` is the number of rows on which the metric `name` was evaluated. If `name` and `rows` are
     given, the noise includes the sampling noise of the evaluation.

@@ -249,6 +249,7 @@ def render_timeline(plan: ShownPlan) -> str:
 
 
 def _describe_steps(plan: ShownPlan) -> str:
+    """Return sentences on the simulated steps, for the note above the timeline."""
     num_steps = len(plan.step_ends)
     steps = "One step" if num_steps == 1 else f"{num_steps} steps"
     text = (
@@ -275,6 +276,7 @@ def _name_group(group: ShownGroup) -> str:
 def _render_track(
     plan: ShownPlan, label: str, spans: Sequence[ShownSpan], styles: Mapping[str, str]
 ) -> str:
+    """Render a track of the timeline, with lines at the ends of steps."""
     bars = []
     scale = max(1.0, len(plan.step_ends) / WIDE_STEPS)
     for span in spans:

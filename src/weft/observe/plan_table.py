@@ -305,6 +305,7 @@ def _format_memory(run: RunFacts, capacity: int) -> str | None:
 
 
 def _format_layouts(run: RunFacts) -> str:
+    """Format the layouts of all engines, and the step times that a search has estimated."""
     names_by_layout: dict[str, list[str]] = {}
     for name, mesh in run.meshes.items():
         placement = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
@@ -352,6 +353,7 @@ def _format_device(run: RunFacts, numerics: Mapping[str, Any]) -> str:
 
 
 def _iterate_details(run: RunFacts) -> Iterator[str]:
+    """Yield the lines of the plan's details, without those of `_iterate_roles`."""
     yield from run.sources
     model_notes = _collect_model_notes(run)
     yield from (note for note in run.notes if note not in model_notes)

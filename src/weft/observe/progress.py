@@ -358,8 +358,8 @@ class LiveView:
 
     def print_note(self, line: str) -> None:
         # Lines are not wrapped without a live view, so that commands can be copied.
-        is_before_view = not self._live.is_started
-        self._console.print(line, markup=False, highlight=False, soft_wrap=is_before_view)
+        has_view = self._live.is_started
+        self._console.print(line, markup=False, highlight=False, soft_wrap=not has_view)
 
     def show_stop_request(self, line: str) -> None:
         # Shown at the next refresh: a signal handler must not write while the view is being drawn.
@@ -405,6 +405,7 @@ class LiveView:
         yield Segment(" ")
 
     def _render_head(self, width: int) -> RenderableType:
+        """Render the run's name, its step, a progress bar and the elapsed and remaining time."""
         pace = self._pace
         title = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
         position = [pace.format_step()] if pace.latest or pace.done else ["starting"]
@@ -434,6 +435,7 @@ class LiveView:
         return grid
 
     def _render_numbers(self, width: int) -> RenderableType | None:
+        """Render the latest metrics; None before the first step."""
         pace = self._pace
         if not pace.done or not pace.latest:
             return None

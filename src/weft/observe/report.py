@@ -50,7 +50,7 @@ def render_lede(run: RunFiles) -> str:
     if epochs := run.get_series("epoch")[1]:
         parts.append(f"{format_count(round(epochs[-1], 3), 'epoch')} of data")
     text = ", ".join(parts) + (f", {format_duration(seconds)} of training." if seconds else ".")
-    sentences = [describe_course(run, name) for name in choose_headlines(run)]
+    sentences = [describe_change(run, name) for name in choose_headlines(run)]
     if run.best is not None:
         sentences.append(f"The best checkpoint is <b>{escape(run.best.format_text())}</b>.")
     return " ".join([escape(text), *sentences])
@@ -66,7 +66,7 @@ def choose_headlines(run: RunFiles) -> list[str]:
     return [metric for metric in (evaluation, name) if metric is not None]
 
 
-def describe_course(run: RunFiles, name: str) -> str:
+def describe_change(run: RunFiles, name: str) -> str:
     """Return a sentence with the first, last and best value of a metric, and the noise.
 
     The values are means over several steps.
@@ -244,6 +244,7 @@ def build_page(
 
 
 def _render_hero(run: RunFiles, chart: Chart | None) -> str:
+    """Render the first screen: summary, diagnosis, headline chart and tiles."""
     experiment, trial = run.title
     curve = charts.render_chart(chart, 0, large=True) if chart else ""
     tiles = render_tiles(run)

@@ -21,8 +21,7 @@ from weft.observe.best import BestRecord
 from weft.observe.diagnosis import RunDiagnosis, diagnose_run
 from weft.observe.jsonl import clean_value, read_config, read_json, read_rows
 from weft.observe.metrics import LARGEST, LAST_TIME, is_finite, is_step
-from weft.observe.sample_rows import FILE as FILMSTRIP
-from weft.observe.sample_rows import SAMPLES, read_samples
+from weft.observe.sample_rows import EVAL_PROMPTS, SAMPLES, read_samples
 from weft.observe.shown_plan import ShownPlan, read_plan
 from weft.observe.timeline import TimelineSpan, read_spans
 from weft.redaction import mask_values, redact
@@ -54,7 +53,7 @@ class RunFiles:
 
     `lines` are the rows of metrics.jsonl that have a step, oldest first. `samples` are the samples
     of a few steps, and `answers` the answers to the fixed prompts. `spans` are the timed spans of
-    the timeline. `record` is the content of run.json, which describes how the run was started.
+    the timeline. `record` is the content of run.json, which describes the starts of the run.
     """
 
     directory: Path
@@ -108,7 +107,7 @@ class RunFiles:
                 f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")
             ),
             record=mask_values(read_json(directory / RECORD)),
-            answers=list(read_rows(directory / FILMSTRIP)),
+            answers=list(read_rows(directory / EVAL_PROMPTS)),
             best=BestRecord.read(directory),
             plan=read_plan(directory),
         )
@@ -220,9 +219,10 @@ def is_quiet(directory: Path) -> bool:
 
 
 def _describe_line(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metric names of a line, and whether all of its values fit in a float64 array.
+    """Return (metric names of a line, True if all its values can be converted to float64).
 
-    They fit if each value is a float, or an integer whose absolute value is below `LARGEST`.
+    Values can be converted if each is a float, or an integer whose absolute value is below
+    `LARGEST`.
     """
     values = line.values()
     is_plain = NUMBER_TYPES.issuperset(map(type, values)) and all(

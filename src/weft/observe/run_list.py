@@ -99,7 +99,7 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder looks like the directory of a run."""
+    """Return whether a folder has any of the files in `RUN_MARKS`."""
     try:
         return any((folder / name).is_file() for name in RUN_MARKS)
     except OSError:  # no permission
@@ -107,6 +107,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _list_folders(folder: Path) -> list[Path]:
+    """Return the visible subfolders of a folder; none if it cannot be read."""
     try:
         return sorted(
             path
@@ -188,6 +189,7 @@ def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> fl
 def _find_status(
     run: Path, recorded: Mapping[str, Any], is_alive: Callable[[Path], bool] | None
 ) -> str:
+    """Return the run's status; `unfinished` if no process works on it any more."""
     status = str(recorded.get("status"))
     if status not in STATUSES:
         return "unfinished"

@@ -140,7 +140,7 @@ def group_rows(
     return result
 
 
-FILE = "eval_prompts.jsonl"
+EVAL_PROMPTS = "eval_prompts.jsonl"
 MAX_FRAMES = 12  # maximum steps of a strip, evenly spaced, including the first and the last
 MAX_STRIPS = 20  # maximum prompts
 
@@ -169,11 +169,12 @@ def render_filmstrip(rows: Rows) -> str:
         "The same prompts, answered greedily at several steps: scroll sideways. Answers that are "
         "the same as the one before "
         "are grey."
-    ) + (f" {num_left_out} more prompts are in {FILE}." if num_left_out > 0 else "")
+    ) + (f" {num_left_out} more prompts are in {EVAL_PROMPTS}." if num_left_out > 0 else "")
     return f'<p class="note">{note}</p>{strips}'
 
 
 def _render_strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
+    """Render the answers to one prompt at several steps, side by side."""
     rows = [answers[step] for step in steps if step in answers]
     previous = [None, *(row.get("completion") for row in rows)]
     frames = "".join(
@@ -188,6 +189,7 @@ def _render_strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[fl
 
 
 def _render_frame(row: Mapping[str, Any], *, is_same: bool) -> str:
+    """Render one answer; `is_same` is True if it equals the answer before it."""
     completion = (
         escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     )

@@ -257,6 +257,7 @@ def _render_track(
     length: float,
     hues: Mapping[str, ColourPair],
 ) -> str:
+    """Render spans as bars on a track that starts at `begin` and has `length` seconds."""
     names = list(dict.fromkeys(span.name for span in spans))
     tones = assign_tones([(name, hues.get(name, GREY)) for name in names])
     bars = []

@@ -1,4 +1,4 @@
-"""Verdict on which of several runs is better, and the values on which it is based."""
+"""Verdict on the best of several runs, and the values that decide."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _write_doubts(winner: NamedRun) -> str:
 
 
 def format_step(named_runs: Sequence[NamedRun], step: float | None) -> str:
-    """Return a phrase that says at which step the runs are compared.
+    """Return a phrase with the step at which the runs are compared.
 
     Returns "" if all runs have ended at the same step.
     """
