@@ -1,4 +1,4 @@
-"""The best of several answers, and the rows that are made of them."""
+"""Best of several answers, and the rows of training data made from them."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_same_items_give_the_same_interval():
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 0.5], [1.0]])
-def test_items_that_tell_nothing_have_no_interval(values):
+def test_uninformative_items_have_no_interval(values):
     assert compute_interval(score_items(values)) is None
 
 

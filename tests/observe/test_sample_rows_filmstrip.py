@@ -1,4 +1,4 @@
-"""The strip of answers to fixed prompts."""
+"""Filmstrip of answers to fixed prompts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_many_prompts_are_counted(tmp_path: Path) -> None:
     assert text.count("<article") == MAX_STRIPS and f"3 more prompts are in {EVAL_PROMPTS}" in text
 
 
-def test_the_report_shows_them_whatever_they_hold(tmp_path: Path) -> None:
+def test_the_report_shows_strips_with_any_text(tmp_path: Path) -> None:
     rows = [row(0, EVIL, EVIL, prompt=EVIL), {"step": "x"}, row(3, EVIL, "fine", prompt=EVIL)]
     run = write_run(
         tmp_path / "run",
