@@ -100,13 +100,13 @@ class RunObserver:
         """Print a warning if completed steps of this run have no readable line in metrics.jsonl."""
         starts = RunRecord.read(run.directory).starts
         # A run that started from another run's recovery point has no lines of the earlier steps.
-        first_step = starts[0].step if starts else 0
-        missing = self._metrics.find_missing(first_step + 1, run.resumed_step)
+        start_step = starts[0].step if starts else 0
+        missing = self._metrics.find_missing(start_step + 1, run.resumed_step)
         if missing:
             self.note(
                 f"warning: {METRICS} is damaged: no readable line for step {format_ranges(missing)} "
                 f"({len(missing)} of "
-                f"{run.resumed_step - first_step} steps). Training is not affected; reports lack "
+                f"{run.resumed_step - start_step} steps). Training is not affected; reports lack "
                 f"these steps"
             )
 

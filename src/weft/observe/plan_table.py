@@ -213,7 +213,7 @@ def _format_updates(counts: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _build_model_rows(run: RunFacts, max_rows: int) -> list[tuple[str, str]]:
-    """Return at max_rows `max_rows` table rows that describe the models.
+    """Return at most `max_rows` table rows that describe the models.
 
     Roles with the same model share a row. If there are too many rows, the rows of frozen models are
     merged into one. If there are still too many, the last rows are merged as well.

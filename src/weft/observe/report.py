@@ -87,7 +87,7 @@ def describe_change(run: RunFiles, name: str) -> str:
 
 
 def render_status(status: str, *, is_flagged: bool = False) -> str:
-    """Render a run's status, with a mark if `is_flagged`: a metric is out of range."""
+    """Render a run's status; a mark shows that a metric is out of range (`is_flagged`)."""
     style = f"{status} flagged" if is_flagged else status
     return (
         f'<span class="status {escape(style)}">{escape(status)}{" !" if is_flagged else ""}</span>'
