@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(root: Path, folder: str, **more: Any) -> SFTConfig:
-    """Return options for three steps, evaluated before the first, after the second and at the end."""
+    """Return options for three steps, evaluated before the first, after the second and last."""
     given = {"max_steps": 3, "eval_freq_steps": 2, "eval_at_start": True, **more}
     config = SFTConfig(**options(root, folder, **given))
     config.model.path, config.model.optimizer.lr = str(root / "model"), 1e-2

@@ -30,7 +30,7 @@ CAUSAL = {"architectures": ["LlamaForCausalLM"]}
 
 
 def write_checkpoint(root: Path, *, options: str = "", config: object = CAUSAL) -> Path:
-    """Write a run `e/t` with `options` appended to its configuration; return its checkpoint of step 4."""
+    """Write a run `e/t` with `options` in its configuration; return its checkpoint of step 4."""
     run = write_run(root, "e/t")
     with (run / "config.yaml").open("a") as file:
         file.write(options)

@@ -401,7 +401,7 @@ def score_replies(
 def _encode(
     tokenizer: Tokenizer, prompt: EvaluationPrompt, replies: Sequence[str]
 ) -> EncodedSample:
-    """Return the token ids of a prompt with all its replies. Raises `DataError` if they are invalid."""
+    """Return the token ids of a prompt with all replies. Raises `DataError` for invalid ones."""
     try:
         if tokenizer.chat_template is not None:
             turns: list[list[Message]] = []

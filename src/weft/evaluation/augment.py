@@ -76,8 +76,8 @@ class AugmentationCounts:
 def read(paths: Sequence[str]) -> list[PromptReplies]:
     """Read rows of prompts with replies from the files, and make the row ids unique.
 
-    Raises `DataError` if there are no rows, or if some rows have no replies. The message lists these
-    rows.
+    Raises `DataError` if there are no rows, or if some rows have no replies. The message lists
+    these rows.
     """
     rows = list[PromptReplies]()
     problems = list[str]()
@@ -161,9 +161,9 @@ def write(
 def _read_unfinished(unfinished: Path, options_line: str) -> list[str]:
     """Return the lines of the unfinished file, each with the result of one part of the rows.
 
-    If the file does not exist, it is created with `options_line`, which contains the options of this
-    command. If it exists, its first line must equal `options_line`; otherwise, `ConfigError` is
-    raised. The first line is not returned, and an incomplete last line is removed from the file.
+    If the file does not exist, it is created with `options_line`, which contains the options of
+    this command. If it exists, its first line must equal `options_line`; otherwise, `ConfigError`
+    is raised. The first line is not returned, and an incomplete last line is removed from the file.
     """
     if not unfinished.exists():
         writing.write(unfinished, options_line + "\n")

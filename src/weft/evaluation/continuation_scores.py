@@ -1,8 +1,8 @@
 """Log-probabilities of continuations, in packed batches that compute shared prefixes only once.
 
 A request is a context and a continuation. Requests with the same tokens are computed once. Requests
-are sorted by their tokens, so that those with a common prefix (the examples of a few-shot prompt, or
-the question before several answers) are in the same batch.
+are sorted by their tokens, so that those with a common prefix (the examples of a few-shot prompt,
+or the question before several answers) are in the same batch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The harness requests log-likelihoods of texts, and greedy or sampled continuations. The engine of an
 opened model computes both: log-likelihoods with the packed scorer, in batches of sequences with
-shared prefixes, and continuations with the batch generator. Texts are converted to tokens exactly as
-in the harness' own backend `hf`, so that results agree.
+shared prefixes, and continuations with the batch generator. Texts are converted to tokens exactly
+as in the harness' own backend `hf`, so that results agree.
 
 This module imports lm_eval, which is part of the extra `eval`.
 """

@@ -1,8 +1,8 @@
 """Evaluation of the model that a run trains, on tasks: the option `eval_suite`.
 
 The engines of the run answer the requests of the tasks with their current weights and layouts, in
-calls of the graph `Experiment.eval_suite`. Options, checks, prompts, scores and result files are the
-same as for `weft eval suite`. The files are in `eval/stepN` of the run's directory, so that
+calls of the graph `Experiment.eval_suite`. Options, checks, prompts, scores and result files are
+the same as for `weft eval suite`. The files are in `eval/stepN` of the run's directory, so that
 `weft eval table` shows them as results of RUN@stepN.
 
 lm_eval is imported only when a function needs it.
@@ -53,8 +53,8 @@ from weft.runtime.hosts import HostGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.store import TensorStore
 
-# Resamples for standard errors of metrics that are not means. With the 100,000 of `weft eval suite`,
-# this would take longer than the evaluation of a small model.
+# Resamples for standard errors of metrics that are not means. With the 100,000 of
+# `weft eval suite`, this would take longer than the evaluation of a small model.
 BOOTSTRAP_ITERS = 1000
 NO_FILTER = "none"
 MAX_FIGURES = 6  # maximum figures in the log line about an evaluation
@@ -107,8 +107,8 @@ def prepare_suite(
     """Return the tasks of the option `eval_suite`, or None if it is not set.
 
     Checks everything that can be checked without weights. Raises `UserError` if lm_eval is missing,
-    for an unknown task, for missing data, permissions or a judge, and for options that a task or the
-    model does not allow. Messages name the options of the run.
+    for an unknown task, for missing data, permissions or a judge, and for options that a task or
+    the model does not allow. Messages name the options of the run.
     """
     if experiment.eval_suite is None:
         return None

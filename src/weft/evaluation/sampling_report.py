@@ -339,10 +339,10 @@ def save(
     """Write the best and the worst answers to three files, and return the number of rows in each.
 
     `selected.jsonl` has the best answers as rows of the dataset type `chat`, for SFT; with
-    `min_score`, only answers whose score is at least `min_score`. `rejected.jsonl` has the worst answers as `chat`
-    rows. `comparison.jsonl` has the best and the worst answer of each prompt as `preference` rows,
-    for a reward model or DPO. The last two files omit prompts whose answers have equal scores. All
-    rows include the scores.
+    `min_score`, only answers whose score is at least `min_score`. `rejected.jsonl` has the worst
+    answers as `chat` rows. `comparison.jsonl` has the best and the worst answer of each prompt as
+    `preference` rows, for a reward model or DPO. The last two files omit prompts whose answers have
+    equal scores. All rows include the scores.
     """
     selected = []
     for choice in choices:

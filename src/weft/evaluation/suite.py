@@ -311,8 +311,8 @@ def choose_folder(path: str, output: Path | None, name: str) -> Path:
 def name_cache(opened: EvaluatedModel, options: SuiteOptions) -> str | None:
     """Return the path prefix of a model's cache, or None if no cache is used.
 
-    The prefix depends on the weights and the settings, because the harness identifies cached answers
-    only by their requests.
+    The prefix depends on the weights and the settings, because the harness identifies cached
+    answers only by their requests.
     """
     if options.use_cache is None:
         return None

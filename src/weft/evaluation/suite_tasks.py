@@ -379,7 +379,7 @@ def find_line(file: Path, reason: str) -> int:
 
 
 def _list_leaves(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, entry of the manager's index) of the given tasks and of tasks in groups and tags."""
+    """Yield (name, entry of the manager's index) of all tasks in the given names, groups and tags."""
     pending = list(names)
     seen: set[str] = set()
     while pending:
@@ -424,7 +424,7 @@ def find_local_data(config: Mapping[str, Any], file: Path | None, copies: Path) 
 
 
 def _resolve_paths(value: Any, folder: Path) -> Any:
-    """Resolve relative paths in nested plain values that exist only in `folder`; keep all others."""
+    """Resolve relative paths that exist only in `folder`, in nested plain values."""
     if isinstance(value, Mapping):
         return {key: _resolve_paths(item, folder) for key, item in value.items()}
     if isinstance(value, list):

@@ -156,9 +156,8 @@ def _convert_ifeval(row: Row) -> Item:
     for id, instruction_arguments in zip(ids, arguments, strict=True):
         if not isinstance(instruction_arguments, Mapping | None):
             raise BadRow(f"'kwargs' must have mappings, not {instruction_arguments!r}")
-        is_followed(
-            "Test.", id, instruction_arguments or {}
-        )  # raises DataError for an unknown id or arguments
+        # Raises DataError for an unknown id or arguments.
+        is_followed("Test.", id, instruction_arguments or {})
     prompt = read_field(row, "prompt")
     return {"prompt": prompt, "instruction_id_list": ids, "kwargs": json.dumps(arguments)}
 

@@ -1,8 +1,7 @@
 """Prompts with examples from the subject, language or subtask of the item.
 
 lm_eval draws examples from one pool for all items, so these prompts include their examples as text.
-With a chat template, the whole prompt is one user message, as in the evaluation suite of
-open-instruct.
+With a chat template, the whole prompt is one user message, as in the suite of open-instruct.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class ShotPrompt:
         return self
 
     def check(self, items: Sequence[Item], place: str) -> None:
-        """Raise `DataError`, whose message begins with `place`, if a subset has too few examples."""
+        """Raise `DataError` if a subset has too few examples; its message begins with `place`."""
         if not self.count:
             return
         for subset in sorted({item["subset"] for item in items}):

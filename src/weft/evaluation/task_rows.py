@@ -35,15 +35,16 @@ def list_files(path: Path, *patterns: str) -> list[Path]:
 def list_row_files(path: Path, *patterns: str) -> list[Path]:
     """Return files with rows: the file itself, or files in a folder.
 
-    The first with a match is used of: `patterns`, files of a test or validation split, and all files
-    with rows. Files with `train` in their name are left out. Raises `DataError` if none remain.
+    In a folder, the first of these with a match are used: `patterns` in their order, files of a
+    test or validation split, all files with rows. Files with `train` in their name are left out.
+    Raises `DataError` if none remain.
     """
     splits = [f"**/*{split}*{suffix}" for split in ("test", "validation") for suffix in SUFFIXES]
     files = list_files(path, *patterns, *splits, *(f"**/*{suffix}" for suffix in SUFFIXES))
-    not_training = [file for file in files if path.is_file() or "train" not in file.stem]
-    if not not_training:
+    usable_files = [file for file in files if path.is_file() or "train" not in file.stem]
+    if not usable_files:
         raise DataError(f"{path}: only training data in it; name the file itself to use it anyway")
-    return not_training
+    return usable_files
 
 
 def read_files(files: Sequence[Path]) -> LocatedRows:

@@ -118,7 +118,7 @@ def score_stated(doc: Item, results: Sequence[Any]) -> Metrics:
 
 
 def _strip_punctuation(text: str) -> str:
-    """Return a text in lower case without punctuation, except for signs and decimal points of numbers.
+    """Return a text in lower case without punctuation; numbers keep signs and decimal points.
 
     From a text that has only punctuation, such as the brackets of BBH's dyck_languages, only spaces
     are removed.
@@ -190,9 +190,9 @@ def compute_instruction_accuracy(items: Sequence[Sequence[bool]]) -> float:
 
 
 def score_extraction(doc: Item, results: Sequence[Any]) -> Metrics:
-    """Score answers by SQuAD's F1 and exact match with the best reference in `answers`, and by recall.
+    """Score answers by SQuAD's F1 and exact match, with the best of `answers`, and by recall.
 
-    Recall is 1 if a reference occurs in the answer. Metrics of several samples are averaged.
+    Recall is 1 if one of `answers` occurs in the answer. Metrics of several samples are averaged.
     """
     rows = []
     for answer in _read_answers(results):
@@ -243,7 +243,7 @@ def score_preference(doc: Item, results: Sequence[tuple[float, bool]]) -> Metric
 
 
 def _compare(chosen: float, rejected: float) -> float:
-    """Return 1 if the first value is higher, 0 if it is lower, and `TIE_SCORE` if both are equal."""
+    """Return 1 if the first value is higher, 0 if it is lower, and `TIE_SCORE` for equal ones."""
     return TIE_SCORE if chosen == rejected else float(chosen > rejected)
 
 

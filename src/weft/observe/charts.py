@@ -317,8 +317,8 @@ def _render_plot(chart: Chart, large: bool) -> str:
 def _choose_edge_class(position: float) -> str:
     """Return the CSS class that keeps a tick's label inside the chart near the ends of the axis.
 
-    `position` is the position of the tick in percent of the axis. Returns "" for a tick that is not near
-    an end.
+    `position` is the position of the tick in percent of the axis. Returns "" for a tick that is not
+    near an end.
     """
     if position < 4:
         return " first"

@@ -186,7 +186,7 @@ def _render_card(named_run: NamedRun, named_runs: Sequence[NamedRun]) -> str:
 
 
 def _render_settings(named_runs: Sequence[NamedRun]) -> str:
-    """Render a table of the differing options, partly folded if it is long due to the algorithms."""
+    """Render a table of the differing options; a long one of several algorithms is partly folded."""
     runs = [named_run.run for named_run in named_runs]
     rows = []
     for name, values in find_differences(runs).items():

@@ -139,8 +139,8 @@ def render_group(
 ) -> str:
     """Render one prompt with all of its answers side by side.
 
-    `reward_range` is the lowest and the highest reward on the page. The per-token data of the answers are
-    appended to `tokens`.
+    `reward_range` is the lowest and the highest reward on the page. The per-token data of the
+    answers are appended to `tokens`.
     """
     if group.prompt:
         prompt = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'

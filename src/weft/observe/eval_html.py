@@ -59,7 +59,7 @@ def render_evaluations(
 
 
 def choose_pair(table: EvaluationTable) -> tuple[str, str]:
-    """Return the two models whose items are compared: the base, and the best other one.
+    """Return the two models whose items are compared: the base and the best model.
 
     If the base is the best model, the second one is the last model of the table.
     """

@@ -39,8 +39,8 @@ class ItemAnswer:
 class ItemChange:
     """Item on which two models differ.
 
-    `kind` is one of `KINDS` and describes the change from the first model to the second. `number` is
-    the item's `doc_id`. `answers` has one answer of each model.
+    `kind` is one of `KINDS` and describes the change from the first model to the second. `number`
+    is the item's `doc_id`. `answers` has one answer of each model.
     """
 
     kind: str
@@ -206,7 +206,7 @@ def _list_arguments(row: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _read_question(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (prompt, target) of an item. A target that is the index of a choice becomes its text."""
+    """Return (prompt, target) of an item. The index of a choice as target becomes its text."""
     requests = _list_arguments(row)
     prompt = str(requests[0][0]) if requests and requests[0] else ""
     target = str(row.get("target", ""))

@@ -1,8 +1,8 @@
 """Intervals and tests of evaluation scores: Wilson, paired bootstrap, randomization, Holm.
 
 A score is a function of the items of a test set. Its interval shows how much it could differ with
-other items of the same kind. All random numbers have one fixed seed, so that the same files give the
-same table.
+other items of the same kind. All random numbers have one fixed seed, so that the same files give
+the same table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ScoredItems:
 
 
 def apply_form(form: str, means: np.ndarray) -> np.ndarray:
-    """Return scores of the given form from means of any shape. Scores that overflow are infinite."""
+    """Return scores of the given form from means of any shape. Overflows give infinite scores."""
     if form == MEAN:
         return means
     if form == BITS:
@@ -145,7 +145,8 @@ def compute_interval(items: ScoredItems) -> tuple[float, float] | None:
     """Return the 95% interval of one model's score, or None if it cannot be estimated.
 
     Scores of items that are right or wrong have a Wilson interval, all others a bootstrap interval
-    (percentiles). No interval can be estimated from a single item, or by bootstrap from equal items.
+    (percentiles). No interval can be estimated from a single item, or by bootstrap from equal
+    items.
     """
     if items.num_items < 2:
         return None

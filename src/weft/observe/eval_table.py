@@ -233,7 +233,7 @@ def _find_preferred_metric(scores: Sequence[EvaluationScore], by: str) -> tuple[
 def _choose_first_metrics(
     columns: Sequence[TableColumn], preferred: tuple[str, str]
 ) -> list[TableColumn]:
-    """Return one column for each task and number of shots: the preferred metric or the first one."""
+    """Return one column per task and number of shots: the preferred metric or the first one."""
     first: dict[tuple[str, int | None], TableColumn] = {}
     for column in columns:
         key = (column.task, column.shots)

@@ -1,7 +1,7 @@
 """Durations of host functions in past steps, which are added to the predicted next step.
 
-The duration of a user's reward or filter cannot be computed in advance. From the second step on, the
-predicted step includes the median duration of each host function so far.
+The duration of a user's reward or filter cannot be computed in advance. From the second step on,
+the predicted step includes the median duration of each host function so far.
 """
 
 from __future__ import annotations

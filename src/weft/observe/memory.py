@@ -105,8 +105,8 @@ def prepare_heaps() -> Iterator[None]:
     """Set up the heaps of processes that are started within this context, by environment variables.
 
     `keep_freed_memory` is too late for a process that already has threads, because each thread has
-    a separate heap, an arena. All arenas but the first consist of areas of 64 MiB, half of which can
-    stay unused if blocks are large. Variables that the user has set are not changed.
+    a separate heap, an arena. All arenas but the first consist of areas of 64 MiB, half of which
+    can stay unused if blocks are large. Variables that the user has set are not changed.
     """
     variables = build_heap_variables(os.environ)
     os.environ.update(variables)

@@ -1,6 +1,6 @@
 """Descriptions of metrics: meaning, unit, healthy range, and bounds for warnings.
 
-`metric_help.toml` contains them. `python -m weft.observe.metric_help` prints them as Markdown tables.
+`metric_help.toml` contains them. `python -m weft.observe.metric_help` prints them as Markdown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CRITIC = "Critic"
 PREFERENCES = "Preferences"
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-# The first pattern that matches is used. A name with a suffix in `SUFFIXES` is also tried without it.
+# The first matching pattern is used. Names with a suffix in `SUFFIXES` are also tried without it.
 HELP = tuple(MetricHelp(group=group, **row) for group, rows in _TABLE.items() for row in rows)
 SUFFIXES = ("_max", "_min")
 

@@ -292,8 +292,8 @@ class MetricGroup:
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts.
 
-    Each name is in exactly one chart, except for counters such as the step and for predicted values,
-    which are in no chart.
+    Each name is in exactly one chart, except for counters such as the step and for predicted
+    values, which are in no chart.
     """
     groups: dict[tuple[str, str], MetricGroup] = {}
     all_names = frozenset(names)

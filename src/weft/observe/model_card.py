@@ -157,7 +157,7 @@ def _read_start_folder(record: Mapping[str, Any]) -> Path:
 
 
 def _needs_suite(config: Mapping[str, Any]) -> bool:
-    """Return whether the run needs the options `eval_suite`: `save_best` names one of its metrics."""
+    """Return whether `save_best` names a metric of `eval_suite`, so that the run needs both."""
     suite, metric = config.get(SUITE), config.get("save_best")
     has_tasks = isinstance(suite, Mapping) and bool(suite.get("tasks"))
     return has_tasks and isinstance(metric, str) and metric.startswith(EVAL)
@@ -206,7 +206,7 @@ def append_checksum(text: str) -> str:
 
 
 def strip_checksum(text: str) -> str | None:
-    """Return a card without its checksum, or None if it has been edited or was not written by weft."""
+    """Return a card without its checksum, or None if it was edited or not written by weft."""
     match = CHECKSUM_LINE.search(text)
     if match is None:
         return None
@@ -517,7 +517,7 @@ def _describe_curves(facts: CardFacts) -> Iterator[str]:
 
 
 def _drop_repeats(run: RunFiles, names: Sequence[str]) -> list[str]:
-    """Return the names without metrics that have the same last part and values as an earlier one."""
+    """Return the names without metrics whose last part and values equal those of an earlier one."""
     first_names = dict[tuple[str, tuple[float, ...]], str]()
     for name in names:
         _, values = run.get_series(name)

@@ -32,8 +32,8 @@ class RunObserver:
     """Observer that records what happens in a run, without affecting the computation.
 
     It is not thread-safe: call its methods only from the thread that drives the run. `memory`
-    returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` of steps without
-    this metric. Every `log_freq_steps` steps, a step is shown and sent to the loggers.
+    returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` of steps
+    without this metric. Every `log_freq_steps` steps, a step is shown and sent to the loggers.
     """
 
     def __init__(

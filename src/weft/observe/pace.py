@@ -30,8 +30,8 @@ ROUNDING = 1e-6  # relative; smaller noise is due to rounding
 # The noise of a curve with at least MIN_BLOCKS blocks is estimated from the last NUM_LAST_BLOCKS.
 MIN_BLOCKS = 10
 NUM_LAST_BLOCKS = 6
-# Lag-1 autocorrelation of a shorter curve: estimated from the residuals of the last LAST_FRACTION of
-# the curve if it has at least MIN_ESTIMATED values, else ASSUMED_CORRELATION.
+# Lag-1 autocorrelation of a shorter curve: estimated from the residuals of its last LAST_FRACTION
+# if the curve has at least MIN_ESTIMATED values, else ASSUMED_CORRELATION.
 MIN_ESTIMATED = 16
 LAST_FRACTION = 2 / 3
 ASSUMED_CORRELATION = 0.3
@@ -200,8 +200,9 @@ class CurveNoise:
     Attributes:
         single: half-width of the 95% confidence interval for a single value
         correlation: lag-1 autocorrelation of the noise
-        end_mean: half-width of the 95% confidence interval for the mean at the curve's end, including
-            noise that lasts for several steps; 0 if the curve is too short to estimate such noise
+        end_mean: half-width of the 95% confidence interval for the mean at the end of the curve,
+            including noise that lasts for several steps; 0 if the curve is too short to estimate
+            such noise
     """
 
     single: float

@@ -119,7 +119,7 @@ def _render_top(plan: ShownPlan) -> str:
 
 
 def _compute_busy_share(plan: ShownPlan) -> float:
-    """Return the fraction of time that devices are busy in the simulated steps, over all devices."""
+    """Return the fraction of the time of all devices, in the simulated steps, that they are busy."""
     busy_seconds = 0.0
     for span in plan.spans:
         busy_seconds += span.seconds * sum(

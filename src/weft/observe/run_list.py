@@ -66,9 +66,9 @@ class RunSummary:
 def list_runs(root: Path, is_alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
     """Return summaries of the runs in `root`, up to two levels below it, newest first.
 
-    `root` can itself be a run. `is_alive` returns whether a run with the status `running` has a live
-    process. Without `is_alive`, such a run counts as unfinished if it has written nothing for ten
-    minutes.
+    `root` can itself be a run. `is_alive` returns whether a run with the status `running` has a
+    live process. Without `is_alive`, such a run counts as unfinished if it has written nothing for
+    ten minutes.
     """
     runs = [summarize(path, is_alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))

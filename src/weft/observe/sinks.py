@@ -51,8 +51,8 @@ class RunInfo:
         trial_name: name of the trial
         config: the run's options
         resumed_step: step from which the run resumes; 0 for a new run
-        last_logged_step: last step that earlier processes of the run wrote to metrics.jsonl; 0 for a
-            new run; set by `RunObserver.open`
+        last_logged_step: last step that earlier processes of the run wrote to metrics.jsonl; 0 for
+            a new run; set by `RunObserver.open`
     """
 
     directory: Path

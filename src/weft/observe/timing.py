@@ -37,9 +37,9 @@ def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     """Return each call's name, its mean seconds per step, and its fraction of the step's time.
 
-    A call is one execution of a graph node. The last item, named `OUTSIDE_CALLS`, is the time of the step
-    outside of all calls. If calls are concurrent and together take as long as the step or longer,
-    this item is missing, and the fractions are relative to the total time of the calls.
+    A call is one execution of a graph node. The last item, named `OUTSIDE_CALLS`, is the time of
+    the step outside of all calls. If calls are concurrent and together take as long as the step or
+    longer, this item is missing, and the fractions are relative to the total time of the calls.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)

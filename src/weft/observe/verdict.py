@@ -234,8 +234,8 @@ def _compute_difference_noise(
 
     If there are more than two runs, the two with the noisiest values are taken, so that the result
     is an upper bound for any two runs. `names` has the metric's name in each run. The noise is the
-    half-width of a 95% confidence interval. It is 0 if it is unknown, and for a training metric also
-    if it is negligible.
+    half-width of a 95% confidence interval. It is 0 if it is unknown, and for a training metric
+    also if it is negligible.
     """
     if names[0].startswith(EVAL):
         sampling_noises = []
