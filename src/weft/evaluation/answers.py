@@ -175,13 +175,13 @@ def _parse_settings(
         values["greedy"] = not do_sample
     if values.get("temperature") == 0:
         values |= {"temperature": 1.0, "greedy": True}
-    known = [option.name for option in iterate_options(base)]
+    option_names = [option.name for option in iterate_options(base)]
     for key in values:
-        if key not in known:
-            close = find_nearest(key, known)
+        if key not in option_names:
+            close = find_nearest(key, option_names)
             raise ConfigError(
                 f"{place}: no sampling option {key!r}; "
-                f"{f'did you mean {close[0]}?' if close else ', '.join(known)}"
+                f"{f'did you mean {close[0]}?' if close else ', '.join(option_names)}"
             )
     try:
         spec = read(replace(base), values)

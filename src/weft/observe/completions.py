@@ -247,7 +247,7 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
         if (
             isinstance(values, list)
             and len(values) == len(token_texts)
-            and all(is_finite(each) for each in values)
+            and all(is_finite(value) for value in values)
         ):
             token_data[name] = values
     if "advantages" not in token_data and is_finite(row.get("advantage")):
@@ -283,7 +283,7 @@ def render_facts(row: Mapping[str, Any], reward_range: tuple[float, float]) -> s
     if (
         isinstance(values, list)
         and values
-        and all(is_finite(each) for each in values)
+        and all(is_finite(number) for number in values)
         and "loss" not in row
     ):
         facts += f"<span>log-prob per token {format_number(sum(values) / len(values))}</span>"

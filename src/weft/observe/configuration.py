@@ -242,7 +242,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(format_value(each) for each in value)
+        return ", ".join(format_value(item) for item in value)
     return str(value)

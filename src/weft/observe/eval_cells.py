@@ -259,7 +259,7 @@ def compare_with_base(
                 cells[model, column] = replace(cell, difference=difference)
                 compared.append((model, column))
     differences = [cells[key].difference for key in compared]
-    corrected = adjust_for_comparisons([each.p_value for each in differences if each is not None])
+    corrected = adjust_for_comparisons([item.p_value for item in differences if item is not None])
     for key, p_value in zip(compared, corrected, strict=True):
         tested = cells[key].difference
         if tested is not None and tested.is_beyond_noise(p_value):

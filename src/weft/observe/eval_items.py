@@ -234,7 +234,7 @@ def _read_answer(row: Mapping[str, Any], metric: str, value: float) -> ItemAnswe
     first = responses[0] if isinstance(responses, list) and responses else ""
     choices = _list_choices(_list_arguments(row))
     if choices and isinstance(responses, list) and len(responses) == len(choices):
-        likelihoods = [_read_likelihood(each) for each in responses]
+        likelihoods = [_read_likelihood(response) for response in responses]
         if None not in likelihoods:
             return ItemAnswer(*_pick_choice(choices, likelihoods, metric), value)
     if _is_likelihood(row):

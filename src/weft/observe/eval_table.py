@@ -165,11 +165,11 @@ def find_model_name(text: str, names: Mapping[str, str]) -> str:
     ]
     if len(matching) == 1:
         return matching[0]
-    listed = ", ".join(names.values())
+    all_names = ", ".join(names.values())
     if matching:
-        raise ConfigError(f"{text!r} names several of the models; they are {listed}")
+        raise ConfigError(f"{text!r} names several of the models; they are {all_names}")
     close = find_nearest(text, names.values(), 1)
-    hint = f"did you mean {close[0]}?" if close else f"they are {listed}"
+    hint = f"did you mean {close[0]}?" if close else f"they are {all_names}"
     raise ConfigError(f"{text!r} is none of the evaluated models; {hint}")
 
 
@@ -344,8 +344,8 @@ def _describe_shots(columns: Sequence[TableColumn]) -> list[str]:
     notes = []
     for task, counts in shots.items():
         if len(counts) > 1:
-            listed = " and ".join(str(count) for count in sorted(counts, key=lambda n: n or 0))
-            notes.append(f"{task} with {listed} shots: separate columns, which are not compared")
+            numbers = " and ".join(str(count) for count in sorted(counts, key=lambda n: n or 0))
+            notes.append(f"{task} with {numbers} shots: separate columns, which are not compared")
     return notes
 
 
@@ -423,7 +423,7 @@ def _write_verdict(
             incomparable.append(names[model])
         else:
             differences[model] = difference
-    p_values = adjust_for_comparisons([each.p_value for each in differences.values()])
+    p_values = adjust_for_comparisons([item.p_value for item in differences.values()])
     models_within_noise = []
     for (model, difference), p_value in zip(differences.items(), p_values, strict=True):
         if not difference.is_beyond_noise(p_value):

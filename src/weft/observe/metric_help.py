@@ -71,15 +71,15 @@ def find(name: str) -> MetricHelp | None:
 
 
 def _match_pattern(name: str) -> MetricHelp | None:
-    return next((each for each in HELP if fnmatchcase(name, each.pattern)), None)
+    return next((entry for entry in HELP if fnmatchcase(name, entry.pattern)), None)
 
 
 def render_markdown() -> str:
     """Return all descriptions as Markdown, with one table per group."""
-    groups = list(dict.fromkeys(each.group for each in HELP))
+    groups = list(dict.fromkeys(entry.group for entry in HELP))
     parts = []
     for group in groups:
-        rows = [each for each in HELP if each.group == group]
+        rows = [entry for entry in HELP if entry.group == group]
         lines = [f"## {group}", "", "| metric | unit | what it is | healthy |", "|---|---|---|---|"]
         for row in rows:
             lines.append(f"| `{row.pattern}` | {row.unit} | {row.what} | {row.healthy} |")

@@ -346,11 +346,11 @@ def _merge_evaluations(groups: dict[tuple[str, str], MetricGroup]) -> list[Metri
         if group.nodes != [evaluation]:
             continue
         same_measure = by_last[get_last_part(key[1])]
-        other = next((each for each in same_measure if each is not group), None)
+        other = next((candidate for candidate in same_measure if candidate is not group), None)
         if other is not None:
             other.nodes += group.nodes
             other.names += group.names
-            same_measure[:] = (each for each in same_measure if each is not group)
+            same_measure[:] = (candidate for candidate in same_measure if candidate is not group)
             del groups[key]
     return list(groups.values())
 

@@ -457,7 +457,7 @@ def format_override(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_format_item(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_item(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_format_item, value)) + "]"
     return str(value)

@@ -172,12 +172,12 @@ def write_verdict(named_runs: Sequence[NamedRun]) -> str:
     final_values = []
     for metric, named_run in zip(names, named_runs, strict=True):
         final_values.append((compute_final_value(named_run.run, metric, step), named_run))
-    known = [(value, named_run) for value, named_run in final_values if value is not None]
-    if len(known) < len(named_runs):
+    values_of_runs = [(value, named_run) for value, named_run in final_values if value is not None]
+    if len(values_of_runs) < len(named_runs):
         return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
     # Sort by value and compare the difference with the noise.
     direction = get_direction(name) or 1
-    (best_value, winner), *others = sorted(known, key=lambda pair: -direction * pair[0])
+    (best_value, winner), *others = sorted(values_of_runs, key=lambda pair: -direction * pair[0])
     title = escape(find_title(name))
     step_text = format_step(named_runs, step)
     noise_width = _compute_difference_noise(runs, names, step)
@@ -186,7 +186,7 @@ def write_verdict(named_runs: Sequence[NamedRun]) -> str:
     ):
         values = ", ".join(
             f"{format_number(value)} ({escape(named_run.label_with_status)})"
-            for value, named_run in known
+            for value, named_run in values_of_runs
         )
         noise = f" within noise (± {pace.format_noise(noise_width)})" if noise_width else ""
         return (
