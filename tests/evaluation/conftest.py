@@ -1,4 +1,4 @@
-"""A judge that answers what a test tells it."""
+"""Judge with scripted answers."""
 
 from __future__ import annotations
 

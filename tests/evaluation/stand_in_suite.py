@@ -1,4 +1,4 @@
-"""A small evaluation in place of lm_eval's, which takes seconds to import."""
+"""Small evaluation that replaces lm_eval, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOADED = LoadedTasks(
 def evaluate(
     model: EvaluatedModel, loaded: LoadedTasks, options: SuiteOptions, folder: Path, *_: Any
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Scores of continuations with shared contexts, and texts that are generated and sampled."""
+    """Score continuations with shared contexts, and generate and sample texts."""
     pairs = []
     for number in range(9):
         pairs.append(ScoredPair([*SHARED, 40 + number % 3], [50 + number, 9][: 1 + number % 2]))
@@ -79,7 +79,7 @@ def use_stand_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_figures(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """Figures of the evaluations by step."""
+    """Return the figures of the evaluations by step."""
     figures = {}
     for line in metrics:
         own = {name: value for name, value in line.items() if name.startswith("eval/")}

@@ -21,7 +21,7 @@ def prompt(text: str) -> EvaluationPrompt:
     return EvaluationPrompt("p", text, ({"role": "user", "content": text},))
 
 
-def test_each_setting_gives_what_it_gives_alone(opened: OpenedModel) -> None:
+def test_settings_give_the_same_answers_alone_and_together(opened: OpenedModel) -> None:
     settings, _ = choose(["greedy", "k50"], GenerationSpec(max_new_tokens=6, seed=4))
     prompts = [prompt("Who are you?"), prompt("What is two plus two?")]
     seen = []

@@ -1,4 +1,4 @@
-"""Scores of replies: those of the network that transformers makes of the same directory."""
+"""Scores of replies are equal to those of transformers for the same model directory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_scores_are_those_of_transformers(opened: OpenedModel) -> None:
             np.testing.assert_allclose(value, expected, rtol=gamma(4))
 
 
-def test_what_is_longer_than_the_context_is_cut(opened: OpenedModel) -> None:
+def test_sequences_longer_than_the_context_are_cut(opened: OpenedModel) -> None:
     text = "Who are you? " * 60
     (scores,) = score_replies(
         opened,

@@ -1,4 +1,4 @@
-"""Named sampling settings, weft's own and those of files."""
+"""Named sampling settings: built-in ones and those in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.evaluation.answers import choose, read_file
 BASE = GenerationSpec(max_new_tokens=7, seed=3)
 
 
-def test_shipped_settings_stand_over_what_the_command_says() -> None:
+def test_built_in_settings_override_the_command() -> None:
     (greedy, k50), notes = choose(["greedy", "k50"], BASE)
     assert greedy.spec.greedy and greedy.spec.max_new_tokens == 7
     assert (k50.spec.top_k, k50.spec.top_p, k50.spec.seed) == (50, 0.95, 3)

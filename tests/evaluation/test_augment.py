@@ -1,4 +1,4 @@
-"""Rankings with bad replies: what is written, in what order, and how an interrupted file goes on."""
+"""Rankings with bad replies: the rows written, their order, and continued files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_bad_replies_stand_beside_the_row(
+def test_bad_replies_are_added_to_rankings(
     rows: list[PromptReplies], weak: WeakModel, tmp_path: Path
 ) -> None:
     made = write(rows, AugmentationOptions(("cut",)), weak, tmp_path / "out.jsonl", SAID)
@@ -92,7 +92,7 @@ def test_a_share_of_the_rows(tmp_path: Path) -> None:
     assert made.left_out == 1  # it has one reply, too short to cut
 
 
-def test_a_file_goes_on_where_it_was_interrupted(
+def test_an_interrupted_file_is_continued(
     weak: WeakModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(augment, "ROWS_PER_PART", 2)
@@ -123,9 +123,7 @@ def test_a_file_goes_on_where_it_was_interrupted(
         write(rows, AugmentationOptions(), weak, out, SAID)
 
 
-def test_a_prompt_too_long_for_the_model_gets_no_answer_of_it(
-    weak: WeakModel, tmp_path: Path
-) -> None:
+def test_prompts_too_long_for_the_weak_model_get_no_reply(weak: WeakModel, tmp_path: Path) -> None:
     rows = [
         PromptReplies("long", "word " * 80, ({"role": "user", "content": "x"},), ("a b c d e", "f"))
     ]

@@ -1,4 +1,4 @@
-"""The catalogue's tasks: what they need, and their metrics in lm_eval's results."""
+"""Tasks of the catalogue: their requirements, and their metrics in lm_eval's results."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_users_task_file_comes_first(tmp_path: Path) -> None:
     assert resolve_tasks(["mbpp"], options) == ([], ["mbpp"])
 
 
-def test_missing_data_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_data_are_reported_with_a_fix(tmp_path: Path) -> None:
     options = CatalogueOptions(folder=tmp_path)
     with pytest.raises(ConfigError) as caught:
         resolve_tasks(["gsm_cot", "gsm_direct", "truthfulqa"], options)

@@ -1,4 +1,4 @@
-"""Scores of continuations are the same in every batch, also where contexts share prefixes."""
+"""Scores of continuations do not depend on the batch, also with shared prefixes of contexts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_shared_prefixes_change_nothing(opened: OpenedModel) -> None:
 
 
 def test_a_table_of_positions_is_not_exceeded(tmp_path: Path) -> None:
-    """A full context and its last label have one token more than GPT-2 has positions."""
+    """A full context with its label has one token more than GPT-2 has positions."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

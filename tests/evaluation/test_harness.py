@@ -1,4 +1,4 @@
-"""Log-likelihoods and continuations are those of the harness' own backend `hf`, in float32."""
+"""Log-likelihoods and continuations equal those of the harness' backend `hf`, in float32."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def opened(directory: Path) -> OpenedModel:
 
 
 def ask(*arguments: Any) -> list[Any]:
-    """Requests as the harness gives them; only their arguments are read."""
+    """Return requests in the form of the harness; only their arguments are read."""
     return [SimpleNamespace(args=each) for each in arguments]
 
 
 def compute_logprobs(directory: Path, ids: list[int]) -> Any:
-    """Log-probabilities of every next token by `transformers`, [tokens, vocabulary]."""
+    """Return the log-probabilities of every next token by `transformers`, [tokens, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +61,7 @@ def test_log_likelihood_of_a_continuation(directory: Path, opened: OpenedModel) 
         assert logprob == pytest.approx(own, abs=1e-4) and greedy == also
 
 
-def test_what_cannot_be_scored_is_refused(opened: OpenedModel) -> None:
+def test_requests_that_cannot_be_scored_are_refused(opened: OpenedModel) -> None:
     model = WeftLM(opened)
     with pytest.raises(DataError, match="has 0 tokens"):
         model.loglikelihood(ask(("A", "")))
@@ -81,7 +81,7 @@ def test_what_cannot_be_scored_is_refused(opened: OpenedModel) -> None:
 
 
 def run_hf(directory: Path, folder: Path, names: list[str], **options: Any) -> dict[str, Any]:
-    """Results of lm_eval's own backend on the task files in `folder`."""
+    """Return the results of lm_eval's backend `hf` on the task files in `folder`."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -129,7 +129,7 @@ def test_five_tasks_equal_hf(
 
 
 def compare_samples(name: str, ours: list[Any], theirs: list[Any]) -> None:
-    """Prompts and texts are equal, and log-likelihoods within 1e-4."""
+    """Check that prompts and texts are equal, and log-likelihoods within 1e-4."""
     for own, other in zip(ours, theirs, strict=True):
         assert own["prompt_hash"] == other["prompt_hash"]
         for answers, expected in zip(own["resps"], other["resps"], strict=True):

@@ -1,4 +1,4 @@
-"""What a name on the command line stands for."""
+"""Models named on the command line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_reward_model_scores_and_does_not_talk(
+def test_a_reward_model_scores_and_generates_no_text(
     pooling: Pooling, policy: Path, tmp_path: Path
 ) -> None:
     network = hf_io.load(policy, "score", pooling=pooling)

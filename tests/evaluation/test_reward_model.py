@@ -85,7 +85,7 @@ def test_rows_by_category_agree_with_scores_one_by_one(opened: OpenedModel, tmp_
     assert sorted(summarize_by_category(groups)) == ["math", "talk"]
 
 
-def test_what_cannot_be_used_is_named(opened: OpenedModel, tmp_path: Path) -> None:
+def test_unusable_rows_and_options_are_named(opened: OpenedModel, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(ConfigError, match="a reward model is evaluated on ordered replies"):
         evaluate(opened, str(file), "chat")

@@ -1,4 +1,4 @@
-"""`eval_suite`: a run evaluates its own weights on tasks, and trains as if it did not."""
+"""`eval_suite`: a run evaluates its model on tasks, which does not change its training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(root: Path, folder: str, **more: Any) -> SFTConfig:
-    """Three steps; evaluations before the first, after the second and after the last one."""
+    """Return options for three steps, evaluated before the first, after the second and last."""
     given = {"max_steps": 3, "eval_freq_steps": 2, "eval_at_start": True, **more}
     config = SFTConfig(**options(root, folder, **given))
     config.model.path, config.model.optimizer.lr = str(root / "model"), 1e-2
@@ -97,7 +97,7 @@ def test_training_is_the_same_with_and_without(root: Path, monkeypatch: pytest.M
 def test_a_run_killed_in_an_evaluation_has_the_same_figures(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is evaluated again after the resumption; nothing else is left of the first time."""
+    """The resumed run repeats the evaluation; nothing of the killed one remains."""
     use_stand_in(monkeypatch)
     whole = run(small(root, "uncut"))
 
@@ -206,7 +206,7 @@ def test_names_and_the_line_of_figures() -> None:
 
 
 def test_only_this_thread_is_muted(capsys: pytest.CaptureFixture[str]) -> None:
-    """The terminal view is drawn by another one."""
+    """Another thread draws the terminal view."""
     with silence_thread():
         print("bar"), print("bar", file=sys.stderr)
         view = threading.Thread(target=lambda: print("view"))
@@ -223,7 +223,7 @@ def test_only_this_thread_is_muted(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tasks_of_the_harness_equal_the_command(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where each prompt has examples that are drawn at random; mistakes are found before."""
+    """Also if each prompt has randomly drawn examples. Mistakes are found before the run."""
     tasks = write_tasks(tmp_path)
     shots = (tasks / "choices.yaml").read_text().replace("sampler: first_n", "sampler: default")
     (tasks / "choices.yaml").write_text(shots)

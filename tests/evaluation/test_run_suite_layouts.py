@@ -1,4 +1,4 @@
-"""Evaluations on tasks give the same figures in every layout, and where a run samples elsewhere."""
+"""Evaluations on tasks give the same figures in every layout, also with separate samplers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_data_and_tensor_parallel(root: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_samplers_on_other_devices(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts are generated with the copy of the weights, which is brought up to date first."""
+    """Texts are generated with the samplers' copy of the weights, which is updated first."""
     use_stand_in(monkeypatch)
     found = []
     for place in ("0", "1"):

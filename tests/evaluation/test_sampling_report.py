@@ -37,14 +37,14 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert report["prompts"][0]["results"][1]["sampling_params"]["top_k"] == 50
 
 
-def test_scores_stand_beside_outputs_and_their_means_are_of_prompts() -> None:
+def test_scores_follow_outputs_and_means_are_over_prompts() -> None:
     report = made("m")
     sampling_report.add_scores(report, [np.array([3.0, 1.0, 2.0])])
     assert report["prompts"][0]["results"][1]["scores"] == [1.0, 2.0]
     assert sampling_report.compute_means(report) == {"greedy": (3.0, 0.0, 1), "k50": (1.5, 0.0, 2)}
 
 
-def test_the_page_holds_every_model_and_escapes_what_they_say() -> None:
+def test_the_page_has_every_model_and_escapes_answers() -> None:
     first, second = made("runs/e/t/actor/step4"), made("other/model")
     sampling_report.add_scores(first, [np.array([3.0, 1.0, 2.0])])
     page = sampling_report.render_page([first, second, made("more/model")])

@@ -1,4 +1,4 @@
-"""The best of several answers, and the rows that are made of them."""
+"""Best of several answers, and the rows of training data made from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_best_comes_first_and_cut_answers_last() -> None:
 
 
 def test_the_three_files(tmp_path: Path) -> None:
-    counts = save(choose(PROMPTS, ANSWERS, SCORES), tmp_path, least=0.0)
+    counts = save(choose(PROMPTS, ANSWERS, SCORES), tmp_path, min_score=0.0)
     assert counts == {"selected.jsonl": 1, "rejected.jsonl": 2, "comparison.jsonl": 2}
     (selected,) = [
         json.loads(line) for line in (tmp_path / "selected.jsonl").read_text().splitlines()

@@ -70,7 +70,7 @@ def test_an_item_that_a_template_cannot_render_is_an_error_of_the_data() -> None
         Template("{{q.text}}", undefined=StrictUndefined).render()
 
 
-def test_outside_a_repository_git_says_nothing(
+def test_outside_a_repository_git_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_outside_a_repository_git_says_nothing(
 
 
 def test_seeds_of_the_harness_do_not_stay() -> None:
-    """A run that evaluates draws the same numbers afterwards as one that does not."""
+    """After an evaluation, random numbers are the same as without one."""
 
     def draw() -> tuple[Any, ...]:
         return random.random(), np.random.rand(), torch.rand(()).item()

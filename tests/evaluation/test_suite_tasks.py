@@ -1,4 +1,4 @@
-"""Task files are found and read without a network, and errors name their file and line."""
+"""Task files are found and read without network, and errors name their file and line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_task_without_rows_is_refused(tmp_path: Path) -> None:
         load_tasks(manager, names, tmp_path)
 
 
-def test_data_are_found_beside_the_file_and_in_copies(tmp_path: Path) -> None:
+def test_data_are_found_next_to_the_file_and_in_copies(tmp_path: Path) -> None:
     file = tmp_path / "tasks" / "a.yaml"
     file.parent.mkdir()
     (file.parent / "rows.jsonl").touch()
@@ -118,7 +118,7 @@ def test_tasks_with_errors_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tasks_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown name gets the nearest one, and data that cannot be fetched are named once."""
+    """The error for an unknown name has the nearest one; unavailable data are named once."""
     with pytest.raises(ConfigError, match=r"unknown task 'gsm8q'; did you mean gsm8k\?"):
         open_manager(TaskSelection(["gsm8q"]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

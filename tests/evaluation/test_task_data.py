@@ -323,7 +323,7 @@ def test_tydiqas_files(tmp_path: Path) -> None:
         read_data("tydiqa", tmp_path)
 
 
-def test_where_data_is_found(tmp_path: Path) -> None:
+def test_paths_of_data(tmp_path: Path) -> None:
     own = write_jsonl(tmp_path / "own.jsonl", [{}])
     copy = write_jsonl(tmp_path / "copies/gsm8k.jsonl", [{}])
     folder = tmp_path / "copies"

@@ -1,4 +1,4 @@
-"""Prompts with examples of the item's own subset."""
+"""Prompts with examples from the item's subset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan of two calls on two devices, for pages."""
+"""Plan of two calls on two devices, for tests of pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GIB = 2.0**30
 
 
 def make_plan() -> ShownPlan:
-    """Sampling on device 0 and training on device 1, for two steps of 3 s each."""
+    """Return a plan with sampling on device 0 and training on device 1, for two steps of 3 s."""
     spans = []
     for step in (1, 2):
         start = 3.0 * (step - 1)

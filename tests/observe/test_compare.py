@@ -1,4 +1,4 @@
-"""Runs on one page: which was better, what differs, what they said."""
+"""Page that compares runs: the verdict, differing options, curves and answers."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_curve_that_repeats_another_of_its_node_is_left_out(tmp_path: Path) ->
     )
 
 
-def test_each_number_of_a_chart_stands_beside_the_name_of_its_run(tmp_path: Path) -> None:
+def test_each_value_of_a_chart_is_next_to_the_name_of_its_run(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (other / "metrics.jsonl").write_text(
         '{"step": 1, "extra/thing": 7.5}\n{"step": 2, "extra/thing": 8.5}\n'
@@ -169,7 +169,7 @@ def test_each_number_of_a_chart_stands_beside_the_name_of_its_run(tmp_path: Path
     assert "</i>fast <b>8.5</b>" in page, "also where one run alone has the metric"
 
 
-def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
+def test_text_in_data_is_escaped(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run in runs:
         row = {
@@ -193,7 +193,7 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
 
 
 def noisy(slope: float, steps: int, spread: float = 0.0) -> str:
-    """A reward that rises by `slope` a step and jumps up and down by `spread`."""
+    """Return rewards that rise by `slope` per step and alternate by `spread`."""
     jumps = [0.0, 1.0, -1.0, 0.5, -0.5, 1.0, -0.5]
     rows = [
         line(s) | {"reward/reward": slope * s + spread * jumps[s % 7]} for s in range(1, steps + 1)
@@ -213,7 +213,7 @@ def test_runs_of_unequal_length_are_compared_at_their_common_step(tmp_path: Path
     assert "3.6 ✓" in page.text and "ended with" not in page.text, "the longer run ended at 7.65"
 
 
-def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_marked_everywhere(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (other / "status.json").write_text('{"status": "running"}')
     runs = name_runs([RunFiles.read(path) for path in (one, other)])
@@ -230,7 +230,7 @@ def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
     assert ("th", {"scope": "col"}) in page.tags and page.text.count("fast (running)") >= 3
 
 
-def test_a_difference_within_the_noise_is_none(tmp_path: Path) -> None:
+def test_differences_within_the_noise_decide_nothing(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     (one / "metrics.jsonl").write_text(noisy(0.0, 40, spread=0.1))
     (other / "metrics.jsonl").write_text(noisy(0.001, 40, spread=0.1))
@@ -364,11 +364,11 @@ def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path
     ]
 
 
-def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
+def test_the_number_of_runs_is_limited(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    for count in (1, compare.MOST + 1):
+    for count in (1, compare.MAX_RUNS + 1):
         with pytest.raises(
-            UserError, match=f"{count} runs: a comparison takes 2 to {compare.MOST}"
+            UserError, match=f"{count} runs: a comparison takes 2 to {compare.MAX_RUNS}"
         ):
             build_comparison([run] * count, tmp_path / "c.html")
 

@@ -1,4 +1,4 @@
-"""Samples of a run: groups, pairs and rows, as a reader and the page's script get them."""
+"""Samples of a run: groups, pairs and rows, as HTML and as data for the page's script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group(step: int, count: int = 3) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
+def test_answers_of_a_group_are_shown_with_their_values() -> None:
     html, tokens = render_completions(of(*group(1)))
     page = Page(html)
     assert page.text.count("why?") == 1 and page.text.count("so") >= 1
@@ -55,7 +55,7 @@ def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
     ]
 
 
-def test_a_tab_carries_the_mean_of_the_batch_and_not_of_what_is_shown() -> None:
+def test_tabs_show_the_mean_of_the_batch_not_of_the_samples() -> None:
     html, _ = render_completions(
         of(
             *group(1),
@@ -69,7 +69,7 @@ def test_a_tab_carries_the_mean_of_the_batch_and_not_of_what_is_shown() -> None:
     )
 
 
-def test_a_pair_says_which_is_which() -> None:
+def test_pairs_are_labelled_chosen_and_rejected() -> None:
     rows = [
         {
             "step": 1,
@@ -90,7 +90,7 @@ def test_a_pair_says_which_is_which() -> None:
     assert "wrong order" in Page(render_completions(of(*rows))[0]).text
 
 
-def test_rows_that_were_trained_on_mark_what_counts() -> None:
+def test_rows_of_the_dataset_mark_their_trained_tokens() -> None:
     row = {
         "step": 1,
         "id": "1",
@@ -109,7 +109,7 @@ def test_rows_that_were_trained_on_mark_what_counts() -> None:
     ]
 
 
-def test_rows_of_few_keys_are_enough_and_odd_ones_do_no_harm() -> None:
+def test_rows_with_few_or_odd_keys_are_shown() -> None:
     html, tokens = render_completions(
         of(
             {"step": 1},
@@ -119,5 +119,5 @@ def test_rows_of_few_keys_are_enough_and_odd_ones_do_no_harm() -> None:
     assert "(empty)" in Page(html).text and tokens == [{"t": ["c"]}]
 
 
-def test_no_row_of_answers_is_nearly_empty() -> None:
+def test_few_places_in_the_last_row_of_answers_are_empty() -> None:
     assert [choose_num_columns(count) for count in range(1, 10)] == [1, 2, 3, 4, 3, 3, 4, 4, 3]

@@ -1,6 +1,4 @@
-"""How a run was set up: what started it, what differs from the defaults, everything else behind a
-click.
-"""
+"""Configuration of a run: its start, its changed options, and a folded list of all others."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def run(record: dict[str, Any] | None = None, **options: Any) -> RunFiles:
     return RunFiles(Path("run"), config=to_mapping(config) | options, record=record or {})
 
 
-def test_what_differs_from_the_defaults_comes_first() -> None:
+def test_changed_options_come_first() -> None:
     found = find_changed_options(run())
     assert (
         found is not None
@@ -71,7 +69,7 @@ def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
     assert find_changed_options(run({"algorithm": f"{tmp_path}/evil.py:Config"})) is None
 
 
-def test_what_started_it_is_told() -> None:
+def test_the_start_of_a_run_is_shown() -> None:
     earlier = START | {"time": 1.6e9, "step": 0}
     page = Page(render_starts(run({"starts": [earlier, START | {"step": 7}]})))
     for part in (

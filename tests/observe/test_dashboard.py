@@ -1,4 +1,4 @@
-"""What a dashboard answers."""
+"""Responses of the dashboard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
     assert "weft demo" in Page(Dashboard(tmp_path / "none").answer("", {}).body).text
 
 
-def test_pages_are_new_when_their_run_has_gone_on(tmp_path: Path) -> None:
+def test_pages_change_when_their_run_continues(tmp_path: Path) -> None:
     board = Dashboard(tmp_path)
     run = write_run(tmp_path / "exp" / "one")
     for page, query in (("", {}), ("run", {"name": ["exp/one"]})):
@@ -46,7 +46,7 @@ def test_pages_are_new_when_their_run_has_gone_on(tmp_path: Path) -> None:
         (run / "metrics.jsonl").write_text("")
 
 
-def test_live_pages_may_ask_their_own_server_alone(tmp_path: Path) -> None:
+def test_live_pages_connect_only_to_their_server(tmp_path: Path) -> None:
     write_run(tmp_path / "exp" / "one")
     body = Dashboard(tmp_path).answer("run", {"name": ["exp/one"]}).body
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', body)
@@ -89,7 +89,7 @@ def test_sizes_and_ages_read_well() -> None:
     ]
 
 
-def test_a_run_in_which_something_is_out_of_range_is_told_apart(tmp_path: Path) -> None:
+def test_a_flagged_run_is_marked_in_the_list(tmp_path: Path) -> None:
     rows = [line(step) | {"actor_train/kl": 4.0} for step in range(1, 13)]
     write_run(
         tmp_path / "exp" / "bad", metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows)

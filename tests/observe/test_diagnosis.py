@@ -1,4 +1,4 @@
-"""The judge of runs: what it must call out, and what it must leave alone."""
+"""Diagnosis of runs: problems that are reported, and healthy runs without findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def course(
 
 
 def lines(**columns: list[float] | float) -> list[dict[str, Any]]:
-    """Lines of a run; `actor_train__kl` is `actor_train/kl`."""
+    """Return lines of metrics; the argument `actor_train__kl` sets `actor_train/kl`."""
     count = max(
         (len(values) for values in columns.values() if isinstance(values, list)), default=40
     )
@@ -53,7 +53,7 @@ def lines(**columns: list[float] | float) -> list[dict[str, Any]]:
 
 
 def healthy(**others: list[float] | float) -> list[dict[str, Any]]:
-    """A GRPO run that learns: the reward rises through its noise while KL grows slowly."""
+    """Return lines of a GRPO run that learns: the reward rises beyond its noise, the KL slowly."""
     usual: dict[str, list[float] | float] = {
         "actor_gen__response_length": course(40, 55, spread=2),
         "actor_gen__truncated_fraction": course(0.05, 0.03),
@@ -84,7 +84,7 @@ def text(found: Any) -> str:
     return str(found.summary)
 
 
-def test_a_run_that_exploits_its_reward_is_called_out_in_one_line() -> None:
+def test_an_exploited_reward_is_reported_in_one_line() -> None:
     told = text(diagnose_run(HACKED, "grpo", lambda: GRPO))
     assert "KL 4.174 nats per token (usual: at most 1)" in told
     assert (
@@ -98,7 +98,7 @@ def test_a_run_that_exploits_its_reward_is_called_out_in_one_line() -> None:
     assert "\n" not in told
 
 
-def test_a_run_that_was_hacked_from_its_first_line_on_is_called_out_as_well() -> None:
+def test_a_reward_exploited_from_the_first_line_on_is_reported() -> None:
     rows = lines(
         actor_train__kl=4.0,
         actor_gen__truncated_fraction=1.0,
@@ -110,13 +110,13 @@ def test_a_run_that_was_hacked_from_its_first_line_on_is_called_out_as_well() ->
     )
 
 
-def test_a_healthy_run_is_left_alone() -> None:
+def test_a_healthy_run_has_no_findings() -> None:
     for seed in range(20):
         rows = healthy(reward__reward=course(0.3, 0.8, spread=0.1, seed=seed))
         assert text(diagnose_run(rows, "grpo", lambda: GRPO)) == FINE
 
 
-def test_a_task_that_is_solved_is_left_alone() -> None:
+def test_a_solved_task_has_no_findings() -> None:
     """Its groups have no spread left and its policy is sure, as those of an exploited reward: but
     nothing else is wrong.
     """
@@ -188,7 +188,7 @@ SFT = {"model": {"optimizer": {"lr": 3e-3}}, "sft": {}}
         ),
     ],
 )
-def test_each_kind_of_trouble_is_told(
+def test_each_kind_of_problem_is_reported(
     algorithm: str, rows: list[dict[str, Any]], config: Any, told: str
 ) -> None:
     assert told in text(diagnose_run(rows, algorithm, lambda: config))
@@ -232,13 +232,13 @@ def test_each_kind_of_trouble_is_told(
         ("ppo", healthy(actor_train__kl_max=30.0), {"ppo": {}}),
     ],
 )
-def test_what_is_usual_for_a_kind_of_run_is_left_alone(
+def test_values_that_are_usual_for_an_algorithm_are_no_findings(
     algorithm: str, rows: list[dict[str, Any]], config: Any
 ) -> None:
     assert text(diagnose_run(rows, algorithm, lambda: config)) == FINE
 
 
-def test_validation_that_turns_while_training_falls_means_that_the_model_memorizes() -> None:
+def test_a_rising_validation_loss_and_a_falling_training_loss_are_memorizing() -> None:
     rows = lines(train__loss=course(3.0, 0.5))
     for step, value in ((10, 2.0), (20, 1.5), (30, 1.8), (40, 2.2)):
         rows[step - 1]["eval/loss"] = value
@@ -251,7 +251,7 @@ def test_validation_that_turns_while_training_falls_means_that_the_model_memoriz
     assert text(diagnose_run(rows, "sft", lambda: SFT)) == FINE
 
 
-def test_text_that_comes_to_repeat_itself_is_told_and_text_that_always_did_is_not() -> None:
+def test_only_text_that_becomes_repetitive_is_reported() -> None:
     def samples(first: str) -> list[Mapping[str, Any]]:
         return [
             {"step": step, "completion": said, "finished": 0.0}
@@ -283,7 +283,7 @@ def test_every_bound_has_a_cause_and_something_to_try() -> None:
         assert (
             own
             and own[0].fixes
-            and own[0].means != "the run has a problem that weft does not recognize"
+            and own[0].cause != "the run has a problem that weft does not recognize"
         ), about.pattern
 
 
@@ -320,7 +320,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def test_every_view_of_a_run_tells_the_same(tmp_path: Path) -> None:
+def test_every_view_of_a_run_has_the_same_diagnosis(tmp_path: Path) -> None:
     for name, rows in (("bad", HACKED), ("good", healthy())):
         run = write(tmp_path / "e" / name, rows)
         told = text(RunFiles.read(run).diagnosis)

@@ -1,4 +1,4 @@
-"""What counts as a difference between runs, and what does not."""
+"""Options and reward sources that count as differences between runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def files(config: dict[str, Any], *chosen: str) -> RunFiles:
     return RunFiles(Path("run"), config=RUN | config, record={"chosen": list(chosen)})
 
 
-def test_options_of_another_algorithm_count_where_they_are_set() -> None:
+def test_options_of_another_algorithm_count_if_they_are_set() -> None:
     one = files({"max_steps": 3, "ppo": {"eps_clip": 0.1, "gae_lambda": 0.95, "discount": 0.5}})
     other = files({"max_steps": 4, "grpo": {"group_size": 8}})
     assert find_differences([one, other]) == {
@@ -39,7 +39,7 @@ def test_the_same_option_of_two_algorithms_is_one() -> None:
     assert find_differences([longer, other]) == {"grpo.gen.max_new_tokens": [8, 4]}
 
 
-def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
+def test_options_chosen_by_weft_differ_only_if_a_run_sets_them() -> None:
     chosen = files({"sft": {}, "dataset": {"max_seqlen": 64}}, "dataset.max_seqlen")
     for other in (
         files({"dataset": {"max_seqlen": None}}),
@@ -71,7 +71,9 @@ def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
         ({"reward": "gsm8k"}, {"model": {"path": "a"}}, True),
     ],
 )
-def test_where_rewards_come_from(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+def test_options_that_define_the_reward(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
     found = find_incomparable_options(
         [files(one), files(other)], ["rew_inf/reward", "reward/reward"]
     )

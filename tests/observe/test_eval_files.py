@@ -1,4 +1,4 @@
-"""Result files of lm-evaluation-harness: names, scores, items, and what is wrong with them."""
+"""Result files of lm-evaluation-harness: names, scores, items and damaged files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_groups_are_pooled_or_means_of_their_tasks(tmp_path: Path) -> None:
     assert items is not None and items.scored.shares.tolist() == [0.5, 0.5]
 
 
-def test_intervals_beside_scores_are_no_scores(tmp_path: Path) -> None:
+def test_intervals_are_not_read_as_scores(tmp_path: Path) -> None:
     path = write_evaluation(tmp_path, [FakeTask("sums", [1.0, 0.0])])
     results = json.loads(path.read_text())["results"]
     results["sums"]["acc_ci95,none"] = [0.1, 0.9]
@@ -117,7 +117,7 @@ def test_intervals_beside_scores_are_no_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "nan", "N/A", None, [1.0]])
-def test_what_is_no_number_is_no_score(tmp_path: Path, value: Any) -> None:
+def test_values_that_are_not_numbers_are_no_scores(tmp_path: Path, value: Any) -> None:
     path = write_evaluation(tmp_path, [FakeTask("sums", [1.0, 0.0]), FakeTask("words", [1.0])])
     results = json.loads(path.read_text())["results"]
     results["sums"]["acc,none"] = value
@@ -240,7 +240,7 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 
 
 @pytest.mark.slow
-def test_the_harness_itself_writes_what_is_read_here(
+def test_results_of_the_harness_have_the_expected_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -328,7 +328,7 @@ def compare_forms(tmp_path: Path) -> None:
     assert os.path.exists(real)
 
 
-def test_items_beside_several_results_are_counted_once(tmp_path: Path) -> None:
+def test_items_next_to_several_results_are_counted_once(tmp_path: Path) -> None:
     for name, size in (("results_1.json", 10), ("results_2.json", 10), ("samples_a_1.jsonl", 100)):
         (tmp_path / name).write_text("x" * size)
     assert count_result_bytes(tmp_path) == 120

@@ -20,7 +20,7 @@ def render(folder: Path) -> Page:
     return Page(render_evaluations([folder], ResultReader()))
 
 
-def test_the_report_has_the_table_and_what_changed(tmp_path: Path) -> None:
+def test_the_report_has_the_table_and_the_changes(tmp_path: Path) -> None:
     run = write_checkpoints(write_run(tmp_path / "exp" / "one"), STEPS)
     page = Page(build_report(run).read_text())
     assert "Best by average of 2 tasks: one@step30" in page.text
@@ -43,7 +43,7 @@ def test_a_comparison_of_runs_has_the_table_of_both(tmp_path: Path) -> None:
     assert "one@step10" in page.text and "two@step10" in page.text
 
 
-def test_the_dashboard_links_scores_to_what_changed(tmp_path: Path) -> None:
+def test_the_dashboard_links_scores_to_changed_items(tmp_path: Path) -> None:
     run = write_checkpoints(write_run(tmp_path / "exp" / "one"), STEPS)
     board = Dashboard(tmp_path)
     answer = board.answer("", {})

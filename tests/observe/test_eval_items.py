@@ -16,10 +16,10 @@ def write_pair(folder: Path, before: FakeTask, after: FakeTask) -> None:
         write_evaluation(folder / str(step), [task], model=f"m@step{step}", date=float(step))
 
 
-def compare(folder: Path, most: int | None = None) -> ColumnChanges:
+def compare(folder: Path, max_items: int | None = None) -> ColumnChanges:
     reader = ResultReader()
     table = build_table(reader.read([folder]), reader)
-    (changes,) = find_changes(table, "m@step1", "m@step2", most)
+    (changes,) = find_changes(table, "m@step1", "m@step2", max_items)
     return changes
 
 
@@ -38,7 +38,7 @@ def test_right_and_wrong_answers_with_texts(tmp_path: Path) -> None:
     assert (first.prompt, first.target) == ("What is 0 + 1?", "1")
     assert [answer.text for answer in first.answers] == ["It is 1.", "It is 7."]
     assert [answer.filtered for answer in first.answers] == ["1", "7"]
-    assert len(compare(tmp_path, most=1).changes) == 2
+    assert len(compare(tmp_path, max_items=1).changes) == 2
 
 
 def test_choices_are_shown_as_texts(tmp_path: Path) -> None:

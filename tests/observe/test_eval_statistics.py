@@ -55,7 +55,7 @@ def test_the_bootstrap_has_the_spread_of_the_mean(monkeypatch: pytest.MonkeyPatc
     values = np.random.default_rng(1).random(200).round(1)
     expected = values.std() / math.sqrt(200)
     for kinds in (256, 0):  # numbers of each kind are drawn, then the items themselves
-        monkeypatch.setattr(eval_statistics, "MOST_KINDS", kinds)
+        monkeypatch.setattr(eval_statistics, "MAX_KINDS", kinds)
         spread = draw_resampled_scores(score_items(values)).std()
         # The standard deviation of R resamples has a relative error of 1 / sqrt(2 R); 5 of them.
         assert spread == pytest.approx(expected, rel=5 / math.sqrt(2 * RESAMPLES))
@@ -67,7 +67,7 @@ def test_the_same_items_give_the_same_interval():
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 0.5], [1.0]])
-def test_items_that_tell_nothing_have_no_interval(values):
+def test_uninformative_items_have_no_interval(values):
     assert compute_interval(score_items(values)) is None
 
 
@@ -106,7 +106,7 @@ def test_the_randomization_test_is_that_of_all_swaps(right: int, wrong: int) -> 
     exact = compute_exact_chance(before, flip(before, right, wrong))
     # Four standard errors of a share of R draws, and the 1 that is added to both counts.
     bound = 4 * math.sqrt(exact * (1 - exact) / RESAMPLES) + 1 / RESAMPLES
-    assert difference.chance == pytest.approx(exact, abs=bound)
+    assert difference.p_value == pytest.approx(exact, abs=bound)
     assert difference.value == pytest.approx((right - wrong) / 100)
 
 
@@ -135,7 +135,7 @@ def test_few_continuous_items_are_not_enough():
 def test_hundreds_of_comparisons_leave_large_differences():
     before = [0.0] * 100
     difference = compare_pair(score_items(before, flip(before, 80, 0)))
-    assert difference.chance < 0.05 / 10_000
+    assert difference.p_value < 0.05 / 10_000
 
 
 def test_holm_multiplies_the_smallest_by_the_number_of_comparisons():

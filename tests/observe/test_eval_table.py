@@ -1,4 +1,4 @@
-"""The table of evaluations: columns, marks, refusals and the verdict."""
+"""Table of evaluations: columns, marks, refusals and the verdict."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ LONG = [1.0, *RIGHT]
         ),
     ],
 )
-def test_what_was_asked_otherwise_is_not_compared(
+def test_scores_with_different_settings_are_not_compared(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], reason: str
 ) -> None:
     wrong = [0.0] * 60
@@ -118,7 +118,7 @@ def test_other_prompts_of_the_same_documents_are_not_compared(tmp_path: Path) ->
     assert get_cells(read_table(tmp_path), "sums")["t@step2"].refusal == "the prompts differ"
 
 
-def test_shots_are_columns_of_their_own(tmp_path: Path) -> None:
+def test_numbers_of_shots_have_separate_columns(tmp_path: Path) -> None:
     write_pair(
         tmp_path,
         [FakeTask("sums", RIGHT, shots=0)],
@@ -160,7 +160,7 @@ def test_items_without_a_value_are_counted(tmp_path: Path) -> None:
     assert "m: 1 of 3 items of sums have no acc" in table.notes
 
 
-def test_groups_stand_for_their_tasks(tmp_path: Path) -> None:
+def test_groups_replace_their_tasks(tmp_path: Path) -> None:
     tasks = [FakeTask("a", RIGHT), FakeTask("b", LONG), FakeTask("c", RIGHT, "exact_match")]
     write_evaluation(tmp_path, tasks, groups={"all": ["a", "b"]}, model="m")
     assert [column.task for column in read_table(tmp_path).columns] == ["average", "c", "all"]
@@ -198,7 +198,7 @@ def merge_metrics(line: str, other: str) -> str:
 
 
 def test_without_an_average_the_task_of_most_models_decides(tmp_path: Path) -> None:
-    """Runs that are evaluated on tasks of their own have one task in common."""
+    """Runs evaluated on different tasks have one task in common."""
     for step, tasks in {1: ["a", "sums"], 2: ["a", "sums"], 3: ["sums"]}.items():
         answers = [FakeTask(task, draw_answers(0.3 * step, 50)) for task in tasks]
         write_evaluation(tmp_path / f"{step}", answers, model=f"t@step{step}")

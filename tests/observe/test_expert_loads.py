@@ -1,4 +1,4 @@
-"""Measured loads of experts in the prediction of the next step."""
+"""Measured expert loads in the prediction of the next step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_next_step_has_the_median_load_of_past_ones() -> None:
     assert loads.complete(PredictedStep()) == PredictedStep(), "nothing depends on the experts"
 
 
-def test_another_run_gives_its_loads() -> None:
+def test_loads_are_read_from_another_run() -> None:
     lines = [{"train/expert_load": load} for load in (1.0, 3.0, 2.0)]
     assert read_expert_loads(lines, {"train": "model"}) == {"model": 2.0}
     assert read_expert_loads([{"train/loss": 1.0}], {"train": "model"}) == {}

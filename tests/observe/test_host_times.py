@@ -23,7 +23,7 @@ def test_the_next_step_includes_the_median_of_past_ones() -> None:
     assert PREDICTION.metrics["predicted/step_seconds"] == 2.0
 
 
-def test_another_run_gives_the_seconds_of_its_functions() -> None:
+def test_seconds_are_read_from_another_run() -> None:
     lines = [{"time/reward": seconds} for seconds in (9.0, 1.0, 3.0, 2.0)]
     assert read_host_seconds(lines, ["reward", "filter"]) == {"reward": 2.0}
     assert read_host_seconds(lines[:1], ["reward"]) == {"reward": 9.0}

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: valid JSON whatever happens, cut where a restart goes on."""
+"""metrics.jsonl and samples.jsonl: always valid JSON, and truncated at a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.observe.jsonl import StepFile, convert_to_json, read_rows
 
 
-def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "metrics.jsonl")
     file.append(
         {
@@ -70,12 +70,12 @@ def test_truncation_drops_a_torn_or_foreign_last_line(tmp_path: Path, torn: str)
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_truncation_of_a_file_that_is_not_there_makes_none(tmp_path: Path) -> None:
+def test_truncation_creates_no_file(tmp_path: Path) -> None:
     StepFile(tmp_path / "metrics.jsonl").truncate(3)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reading_passes_over_half_a_line(tmp_path: Path) -> None:
+def test_incomplete_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xc3')
     assert list(read_rows(path)) == [{"step": 1}]

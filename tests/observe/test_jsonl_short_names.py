@@ -1,4 +1,4 @@
-"""Names of checkpoints as people read them."""
+"""Short names of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log files of a run: found, the failures in them in order, what is added to them."""
+"""Log files of a run: their order, the failures in them, and new lines."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_the_first_failure_is_first(tmp_path: Path) -> None:
     assert found[1].text == ("2026-01-01 10:00:09  error: worker 1 is gone",)
 
 
-def test_without_times_who_falls_silent_first_failed_first(tmp_path: Path) -> None:
+def test_without_time_stamps_the_log_that_ends_first_comes_first(tmp_path: Path) -> None:
     write(tmp_path / "logs/worker-0.log", TRACE, 200)
     write(tmp_path / "logs/worker-1.log", TRACE.replace("no memory", "another"), 100)
     assert [each.file.worker for each in find_failures(find_log_files(tmp_path))] == [1, 0]
 
 
-def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_path: Path) -> None:
+def test_lost_connections_come_after_their_cause(tmp_path: Path) -> None:
     gloo = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
     died = "error: device 1 (n1, process 7) died in actor_train: its process ended (killed)"
     write(
@@ -102,7 +102,7 @@ def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     assert found is not None and len(found.text) == 61 and found.summary == "ValueError: deep"
 
 
-def test_added_lines_come_once_and_whole(tmp_path: Path) -> None:
+def test_new_lines_are_yielded_once_when_complete(tmp_path: Path) -> None:
     log = write(tmp_path / "log.txt", "old\n", 1)
     follower = LogFollower(find_log_files(tmp_path))
     with log.open("a") as file:
@@ -120,7 +120,7 @@ def test_added_lines_come_once_and_whole(tmp_path: Path) -> None:
     assert list(follower.read_new_lines(find_log_files(tmp_path))) == []
 
 
-def test_what_slurm_says_of_the_end_is_a_failure_where_it_is_one(tmp_path: Path) -> None:
+def test_only_failures_in_messages_of_slurm_count(tmp_path: Path) -> None:
     ended = "slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT 2026-01-01T00:00:01 ***\n"
     write(tmp_path / "slurm/7-ray-0.log", ended, 1)
     write(tmp_path / "slurm/7.log", ended.replace(" ***\n", " DUE TO TIME LIMIT ***\n"), 1)

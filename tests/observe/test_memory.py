@@ -1,6 +1,4 @@
-"""A process keeps the memory that it frees where it is asked to, and weft asks in processes of its
-own alone.
-"""
+"""Settings that make a process keep freed memory; weft uses them only in processes it starts."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc
 
 
 def printed(code: str, *words: str) -> str:
-    """By a process of its own."""
+    """Return the output of another process."""
     command = [sys.executable, "-c", code, *words]
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT
@@ -61,7 +59,7 @@ def printed(code: str, *words: str) -> str:
 
 @pytest.mark.slow
 @glibc
-def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     """Allocate and free tensors of 309 MB five times; the last three times need no new memory.
 
     The second time may need some: the freed blocks are not always joined to blocks large enough.
@@ -72,12 +70,12 @@ def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
 
 @glibc
 @pytest.mark.slow
-def test_a_script_that_trains_and_samples_keeps_its_allocator_as_it_is(tmp_path: Path) -> None:
+def test_scripts_keep_their_allocator_settings(tmp_path: Path) -> None:
     assert printed(ASKS + SCRIPT + "print(asked)", str(tmp_path)).splitlines()[-1] == "[]"
 
 
 @glibc
-def test_the_command_line_asks() -> None:
+def test_the_command_line_sets_the_allocator() -> None:
     assert printed(ASKS + COMMAND + "print(len(asked))").splitlines()[-1] == "3"
 
 
@@ -92,7 +90,7 @@ def test_freed_device_memory_serves_other_sizes_unless_the_user_says_how_torch_a
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone starts the measurement again")
-def test_the_peak_of_a_part_is_its_own_and_the_whole_peak_stays() -> None:
+def test_a_restarted_peak_is_that_of_a_part_and_the_total_peak_is_kept() -> None:
     size = 2**28
     with mmap.mmap(-1, size) as pages:
         for at in range(0, size, mmap.PAGESIZE):
@@ -104,7 +102,7 @@ def test_the_peak_of_a_part_is_its_own_and_the_whole_peak_stays() -> None:
     assert memory.measure_peak_memory_gb() == pytest.approx(high, abs=0.01)
 
 
-def test_where_the_peak_cannot_be_reset_nothing_is_lost(
+def test_the_peak_is_kept_if_it_cannot_be_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = memory.measure_peak_memory_gb()

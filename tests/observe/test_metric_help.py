@@ -1,4 +1,4 @@
-"""Every metric that runs write has a unit, a sentence and a healthy range that people can look up."""
+"""Every metric that runs write has a unit, a description and a healthy range."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_right_help_is_found(name: str, pattern: str) -> None:
     assert found is not None and found.pattern == pattern
 
 
-def test_patterns_are_there_once_and_read_as_sentences() -> None:
+def test_patterns_are_unique_and_descriptions_are_sentences() -> None:
     assert len({one.pattern for one in HELP}) == len(HELP)
     for one in HELP:
         assert re.fullmatch(r"[A-Z0-9(-].*[.]|exp\(.*[.]", one.what), one

@@ -1,4 +1,4 @@
-"""Names and numbers as people see them, and the pace of a run."""
+"""Titles and numbers of metrics, and the pace of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_validation_goes_before_training(
     assert find_leading(names, algorithm) == wanted
 
 
-def test_a_number_of_validation_is_called_so() -> None:
+def test_titles_of_validation_metrics_begin_with_eval() -> None:
     assert [
         find_title(name) for name in ("eval/reward", "eval/rewards/accuracies", "a/reward")
     ] == [
@@ -87,7 +87,7 @@ def test_more_reward_and_less_loss_are_better() -> None:
     ]
 
 
-def test_telling_names_come_first_and_evaluation_beside_its_metric() -> None:
+def test_informative_names_come_first_and_evaluations_next_to_their_metric() -> None:
     names = ["a/mfu", "a/kl", "eval/loss", "a/reward", "a/loss"]
     assert sorted(names, key=compute_rank) == ["a/reward", "eval/loss", "a/loss", "a/kl", "a/mfu"]
 
@@ -145,7 +145,7 @@ class Clock:
         return self.now
 
 
-def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
+def test_the_remaining_time_includes_the_time_between_steps() -> None:
     clock = Clock()
     pace = RunPace(clock=clock)
     pace.expect(10, 4)

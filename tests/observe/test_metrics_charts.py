@@ -1,4 +1,4 @@
-"""Every metric is on one chart, and what only repeats another is on none."""
+"""Every metric is on one chart, and a metric that repeats another is on none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def groups(columns: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
     return {f"{group.measure} of {', '.join(group.nodes)}": group.names for group in found}
 
 
-def test_one_measure_of_several_nodes_is_one_chart_but_a_loss_is_each_nodes_own() -> None:
+def test_nodes_share_the_chart_of_a_measure_unless_it_is_a_loss() -> None:
     found = groups(
         {
             "actor_train/grad_norm": [1, 2],
@@ -75,7 +75,7 @@ def test_constants_are_no_repeats_of_each_other() -> None:
     assert len(found) == 2
 
 
-def test_evaluation_pairs_and_largest_values_join_what_they_belong_to() -> None:
+def test_evaluations_pairs_and_maxima_join_the_chart_of_their_metric() -> None:
     found = groups(
         {
             "train/loss": [2, 1],
@@ -98,11 +98,11 @@ def test_evaluation_pairs_and_largest_values_join_what_they_belong_to() -> None:
 
 
 def walk(number: int, length: int = 30) -> list[float]:
-    """A series that belongs to one number alone, from the same value to the same value."""
+    """Return a series that is different for each number, but with the same first and last value."""
     return [0.0, *(math.sin(number + 1 + step * (number + 2)) for step in range(length - 2)), 0.0]
 
 
-def test_repeats_among_many_curves_are_the_ones_that_comparing_all_pairs_finds() -> None:
+def test_the_index_finds_the_same_repeats_as_a_comparison_of_all_pairs() -> None:
     steps = [float(step) for step in range(30)]
     series = {f"node{number % 3}/m{number}": walk(number) for number in range(120)}
     for number in range(0, 120, 5):  # the same within 1e-6, of the same node, and of another

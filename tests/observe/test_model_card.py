@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what it says, and what it must not say."""
+"""Model card of a checkpoint: its contents, and facts that it must not contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAUSAL = {"architectures": ["LlamaForCausalLM"]}
 
 
 def write_checkpoint(root: Path, *, options: str = "", config: object = CAUSAL) -> Path:
-    """A run `e/t` with `options` appended to its configuration, and its checkpoint of step 4."""
+    """Write a run `e/t` with `options` in its configuration; return its checkpoint of step 4."""
     run = write_run(root, "e/t")
     with (run / "config.yaml").open("a") as file:
         file.write(options)
@@ -40,7 +40,7 @@ def write_checkpoint(root: Path, *, options: str = "", config: object = CAUSAL) 
 
 
 def change_options(checkpoint: Path, **changes: object) -> None:
-    """Set options of the run, by dotted names in which `__` stands for the dot."""
+    """Set options of the run by their dotted names, with `__` in place of the dot."""
     path = checkpoint.parents[2] / "config.yaml"
     options = yaml.safe_load(path.read_text())
     for name, value in changes.items():
@@ -93,7 +93,7 @@ def test_a_card_has_no_host_time_folder_or_secret(tmp_path: Path) -> None:
     assert "'dataset.args.api_key=***'" in text and "dataset.args.url=URL" in text
 
 
-def test_a_card_tells_only_what_came_before_its_step(tmp_path: Path) -> None:
+def test_a_card_has_no_metrics_after_its_step(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path)
     early = checkpoint.with_name("step2")
     assert "Metrics of steps 1 to 2." in build(early)

@@ -1,6 +1,4 @@
-"""The observer: what it is told lies in the run's files, goes to the loggers, and is cut at a
-restart.
-"""
+"""Observer: it writes the run's files, informs the loggers, and truncates files at a restart."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from weft.observe.timeline import read_spans
 
 
 class Recorder:
-    """A sink that keeps what it hears."""
+    """Sink that stores its calls."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -78,7 +76,7 @@ def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 2
 
 
-def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
+def test_a_restart_truncates_the_files_and_continues(tmp_path: Path) -> None:
     first = RunObserver(tmp_path, view=quiet())
     for step in range(1, 6):
         first.record_samples(step, [{"completion": str(step)}])
@@ -92,7 +90,7 @@ def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
 
 
-def test_opening_cuts_before_anything_is_written(
+def test_files_are_truncated_when_they_are_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -103,7 +101,7 @@ def test_opening_cuts_before_anything_is_written(
     assert capsys.readouterr().out.splitlines()[0].startswith("step 2  epoch 0.00  loss 2")
 
 
-def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None:
+def test_timed_and_added_spans_share_the_timeline(tmp_path: Path) -> None:
     observer = RunObserver(tmp_path, view=quiet())
     with observer.time_span("save"):
         pass
@@ -131,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_told_with_its_extra(
+def test_a_missing_package_is_reported_with_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -139,7 +137,7 @@ def test_a_missing_package_is_told_with_its_extra(
         check_sinks({name: {}})
 
 
-def test_an_unknown_logger_is_told_with_the_nearest() -> None:
+def test_an_unknown_logger_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown logger 'wanbd'; did you mean wandb\?"):
         check_sinks({"wanbd": {}})
 
@@ -203,7 +201,7 @@ def test_rows_of_the_data_are_kept_but_not_shown_as_answers(tmp_path: Path) -> N
         (lambda rows: rows[::2], "step 2, 4, 6, 8 (4 of 9 steps)"),
     ],
 )
-def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
+def test_lost_lines_are_reported_when_a_run_continues(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[list[str]], list[str]],
@@ -227,7 +225,7 @@ def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
         assert told in (tmp_path / "log.txt").read_text()
 
 
-def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
+def test_steps_of_the_original_run_are_not_reported_as_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(
@@ -244,4 +242,4 @@ def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
 
 def test_numbers_are_listed_as_ranges() -> None:
     assert format_ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert format_ranges(range(1, 40, 2), most=3) == "1, 3, 5 and 17 more ranges"
+    assert format_ranges(range(1, 40, 2), max_ranges=3) == "1, 3, 5 and 17 more ranges"

@@ -1,4 +1,4 @@
-"""Ends of noisy curves, their best values, and whether a change is more than noise."""
+"""Ends of noisy curves, their best values, and changes beyond the noise."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_noise_that_lasts_for_several_steps_is_noise() -> None:
 def test_noise_of_short_runs_whose_steps_depend_on_each_other_is_noise(
     count: int, dependence: float, most: float
 ) -> None:
-    """At a rate of 5% 400 draws hold 5 +- 1.1% changes.
+    """At a rate of 5%, 5 +- 1.1% of 400 draws are changes.
 
-    Third differences alone call 35% of those of 0.5 a change.
+    With third differences alone, 35% are called changes at a correlation of 0.5.
     """
     draws, wrong = random.Random(count), 0
     for _ in range(400):
@@ -92,7 +92,7 @@ def test_noise_of_short_runs_whose_steps_depend_on_each_other_is_noise(
 
 
 def test_an_evaluated_share_has_the_noise_of_its_rows() -> None:
-    """Draws of n rows: 95% of the shares lie within the interval of their own estimate."""
+    """For draws of n rows, 95% of the intervals contain the true share."""
     draws = random.Random(1)
     for share, rows in ((0.5, 100), (0.9, 50), (0.03, 200)):
         inside = 0

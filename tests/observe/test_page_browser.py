@@ -1,4 +1,4 @@
-"""Pages in a real browser: what the script does to them, and that they fit a telephone."""
+"""Pages in a real browser: their script, and their layout on a telephone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def long_run(folder: Path, steps: int = 60) -> Path:
-    """A run whose samples tell of tokens."""
+    """Write a run whose samples have per-token values."""
     rows = [
         {
             "step": s,
@@ -57,7 +57,7 @@ def long_run(folder: Path, steps: int = 60) -> Path:
     )
 
 
-def test_a_report_answers_to_its_reader(window: Browser, tmp_path: Path) -> None:
+def test_a_report_reacts_to_its_controls(window: Browser, tmp_path: Path) -> None:
     window.open(build_report(long_run(tmp_path / "run")).as_uri())
     ticks = "return [...document.querySelectorAll('.large .tick.x')].map(e => e.textContent)"
     whole = window.run(ticks)
@@ -109,7 +109,7 @@ def test_a_report_answers_to_its_reader(window: Browser, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_hangs_over_the_edge(window: Browser, tmp_path: Path, width: int) -> None:
+def test_nothing_overflows_the_page(window: Browser, tmp_path: Path, width: int) -> None:
     one, two = (
         long_run(tmp_path / name / "with-a-rather-long-name-of-a-trial") for name in ("a", "b")
     )
@@ -151,7 +151,7 @@ def test_bars_of_a_plan_are_seen_on_every_screen(
     window.resize(1280, 900)
 
 
-def test_a_dashboard_renews_itself_and_keeps_the_place(window: Browser, tmp_path: Path) -> None:
+def test_a_dashboard_updates_itself_and_keeps_the_position(window: Browser, tmp_path: Path) -> None:
     for name in ("one", "two"):
         long_run(tmp_path / "runs" / "exp" / name)
     server = open_server(Dashboard(tmp_path / "runs"), "token", 0)

@@ -1,4 +1,4 @@
-"""The plan in a report: measured times under the predicted ones."""
+"""Plan in a report: measured times below the predicted ones."""
 
 from __future__ import annotations
 

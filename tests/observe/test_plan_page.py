@@ -1,4 +1,4 @@
-"""The page of a plan: what it shows of the devices, the time, the memory and the bounds."""
+"""Page of a plan: devices, times, memory and parts of calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bars_lie_where_and_when_calls_run() -> None:
     ]
 
 
-def test_what_bars_say_stands_in_a_table_too() -> None:
+def test_a_table_has_the_texts_of_the_bars() -> None:
     page = Page(render())
     assert "weights for actor_gen" in page.text
     assert "waits for the weights of <train>" in page.text
@@ -71,14 +71,14 @@ def test_the_page_needs_no_network() -> None:
     assert "connect-src 'none'" in text
 
 
-def test_unknown_parts_have_colours_of_their_own() -> None:
+def test_unknown_parts_have_different_colours() -> None:
     plan = make_plan()
     hues = find_part_hues(plan.calls)
     assert list(hues) == ["products", "memory", "waiting"]
     assert len(set(hues.values())) == 3
 
 
-def test_a_placement_that_fits_is_not_warned_of(tmp_path: Path) -> None:
+def test_a_placement_that_fits_has_no_warning(tmp_path: Path) -> None:
     plan = make_plan()
     roomy = replace(plan, groups=[replace(group, capacity=1e12) for group in plan.groups])
     assert "does not fit" not in render(roomy) and 'class="readout bad"' not in render(roomy)

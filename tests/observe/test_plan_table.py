@@ -1,6 +1,4 @@
-"""The plan before a run: a table that stays short whatever the run, with the counts that people
-need, and all else below.
-"""
+"""Plan before a run: a short table for any run, with the main counts, and details below it."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
     assert "actor: layout d2f2t2p1c1e1 on devices 0-3" in made.details
 
 
-def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
+def test_different_counts_name_their_models_and_a_limit_is_shown() -> None:
     config = changed(ppo(Path(), "runs"), ppo__critic_warmup_epochs=1, max_steps=7)
     rows = dict(plan(config.build()).rows)
     details = plan(config.build()).details
@@ -146,7 +144,7 @@ def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
         ),
     ],
 )
-def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | None) -> None:
+def test_memory_is_shown_from_a_tenth_of_the_machine_on(gib: float, row: str | None) -> None:
     made = plan(grpo(Path(), "runs").build(), gib=gib)
     assert dict(made.rows).get("memory") == row
     assert any(line.startswith("memory: about ") for line in made.details), (
@@ -154,7 +152,7 @@ def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | No
     )
 
 
-def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> None:
+def test_omitted_rows_are_noted_and_unused_columns_are_details() -> None:
     report: Any = SimpleNamespace(
         rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"], cut=[]
     )
@@ -165,7 +163,7 @@ def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> N
     assert "rows: columns that rows of type prompt do not use: source" in made.details
 
 
-def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
+def test_a_plan_without_data_and_device_has_its_other_rows() -> None:
     experiment = ppo(Path(), "runs").build()
     facts = {
         role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles

@@ -1,4 +1,4 @@
-"""Predicted values beside measured ones: the line at the end of a run, and the report's table."""
+"""Predicted and measured values: the line at the end of a run, and the report's table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_there_is_no_end_line_without_a_prediction_or_a_step() -> None:
     assert format_end_line([], PredictedStep()) is None
 
 
-def test_steps_of_an_earlier_version_do_not_count_where_others_have_predictions() -> None:
+def test_steps_without_predictions_are_ignored_if_others_have_them() -> None:
     lines = [*steps(9.0, 8.0, 7.0), *steps(1.0, 1.0, predicted=2.0)]
     assert format_end_line(lines, PredictedStep()) == "predicted 2.00 s a step, measured 1.00"
 

@@ -1,4 +1,4 @@
-"""The live view and the plain lines."""
+"""Live view and plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weft.observe.pace import RunPace
 from weft.observe.progress import (
-    UNREAD,
+    BROKEN_PIPE_NOTE,
     LiveView,
     PlainView,
     ProgressView,
@@ -76,7 +76,7 @@ def test_plain_lines_are_one_a_step_without_escapes_or_wraps() -> None:
     assert "step  3/10" in lines[0] and "\x1b" not in told(console)
 
 
-def test_the_live_view_shows_what_was_asked_for() -> None:
+def test_the_live_view_shows_all_parts() -> None:
     console = terminal()
     view = LiveView("e/t", console)
     assert "starting" in drawn(view, console)
@@ -125,7 +125,7 @@ def test_the_live_view_fits_its_terminal(width: int, height: int) -> None:
     assert max(len(line) for line in lines) <= width
 
 
-def test_bars_use_the_room_that_there_is() -> None:
+def test_bars_use_the_available_width() -> None:
     bars = []
     for width in (60, 160):
         console = terminal(width)
@@ -149,7 +149,7 @@ def test_names_keep_both_ends_and_parts_stay_whole() -> None:
     assert [line.plain for line in lines] == ["one two, three", "  four"]
 
 
-def test_a_narrower_terminal_is_wiped_of_the_rows_that_it_broke_lines_into() -> None:
+def test_rows_of_broken_lines_are_erased_in_a_narrower_terminal() -> None:
     console = terminal(80)
     view = LiveView("e/t", console)
     view.start()
@@ -166,7 +166,7 @@ def test_a_narrower_terminal_is_wiped_of_the_rows_that_it_broke_lines_into() -> 
     )
 
 
-def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
+def test_the_reader_of_a_pipe_may_exit(tmp_path: Path) -> None:
     code = (
         "import time\nfrom weft.observe.progress import make_view\nview = make_view('e/t')\n"
         "for at in range(200):\n    view.print_note('a line ' * 100)\n    time.sleep(0.001)\nprint('and "
@@ -182,11 +182,11 @@ def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
     assert child.stdout is not None and child.stderr is not None
     child.stdout.readline()
     child.stdout.close()
-    assert child.stderr.read().decode() == f"{UNREAD}\n" and child.wait(30) == 0
+    assert child.stderr.read().decode() == f"{BROKEN_PIPE_NOTE}\n" and child.wait(30) == 0
     assert path.read_text() == "went on"
 
 
-def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
+def test_the_summary_of_a_resumed_run_starts_at_its_beginning() -> None:
     view = PlainView(terminal())
     view.expect(3, 2, [{"step": 1.0, "loss": 1.0}, {"step": 2.0, "loss": 0.25}])
     view.record_step({"step": 3.0, "loss": 0.5}, is_shown=True)
@@ -213,17 +213,17 @@ def test_closing_leaves_one_line_and_notes_scroll_by() -> None:
     assert "a note [/bold]" in told(console)
 
 
-def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
+def test_a_flagged_run_gets_no_tick() -> None:
     for flagged, sign in ((False, "✓ e/t"), (True, "! e/t")):
         console = terminal()
         view = LiveView("e/t", console)
         view.record_step(LINE, is_shown=True)
-        view.close("finished", flagged=flagged)
+        view.close("finished", is_flagged=flagged)
         assert told(console).startswith(f"{sign} finished after step 3")
 
 
-def test_the_evaluation_before_the_first_step_is_the_beginning_of_the_course() -> None:
-    """Which of its metrics is the headline is known from the first step on."""
+def test_the_evaluation_before_the_first_step_is_the_first_value() -> None:
+    """The first step shows which of its metrics is the headline."""
     pace = RunPace(clock=iter([0.0, 0.0, 100.0, 101.0, 102.0, 103.0]).__next__)
     pace.expect(2, 0)
     start = {"step": 0.0, "epoch": 0.0, "eval/loss": 6.0, "eval/a/loss": 6.0, "eval/num_rows": 2.0}

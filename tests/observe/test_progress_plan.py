@@ -1,4 +1,4 @@
-"""The plan as a table: how it looks at any width, and what is left for the details."""
+"""Plan as a table: its layout at any width, and the lines that only the details have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_on_a_terminal_rows_are_set_in_and_no_line_ends_in_an_arrow() -> None:
     ]
 
 
-def test_a_row_that_needs_more_than_two_lines_is_cut_and_the_whole_plan_has_it() -> None:
+def test_rows_of_more_than_two_lines_are_cut_except_in_the_whole_plan() -> None:
     long = RunPlan([("nodes", " -> ".join(f"call{at}" for at in range(40)))])
     short = long.format_short(80)
     assert len(short) == 2 and short[1].endswith(" …") and all(len(line) <= 80 for line in short)

@@ -1,4 +1,4 @@
-"""The page of a run: whole, self-contained, and safe whatever the run's files hold."""
+"""Page of a run: complete, self-contained, and safe for any contents of the run's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOID = {"meta", "input", "img", "br", "link", "source"}
 
 
 class Page(HTMLParser):
-    """Checks that elements nest, and keeps what a test wants to see."""
+    """Parser that checks the nesting of elements, and stores the parts that tests read."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
     assert [h for h, _ in page.tags if h == "h1"] == ["h1"]
 
 
-def test_the_best_checkpoint_is_told_and_step_0_is_on_the_curve(tmp_path: Path) -> None:
+def test_the_report_names_the_best_checkpoint_and_draws_step_0(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     (folder / "checkpoints").mkdir()
     record = {"step": 4, "metric": "eval/loss", "value": 1.25}
@@ -152,7 +152,7 @@ def test_the_best_checkpoint_is_told_and_step_0_is_on_the_curve(tmp_path: Path) 
     assert (steps[0], values[0]) == (0.0, 6.5)
 
 
-def test_nothing_is_asked_of_the_network_and_only_our_script_may_run(tmp_path: Path) -> None:
+def test_pages_use_no_network_and_allow_only_their_script(tmp_path: Path) -> None:
     path = build_report(write_run(tmp_path / "run"))
     text = path.read_text(encoding="utf-8")
     page = Page(text)
@@ -190,7 +190,7 @@ def test_the_graph_has_the_colours_of_the_page(tmp_path: Path) -> None:
         assert kind in text and ".ground{fill:none}" in text
 
 
-def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
+def test_text_in_data_is_escaped(tmp_path: Path) -> None:
     row = {"step": 1, "id": EVIL, "prompt": EVIL, "completion": EVIL, "note": EVIL[:30], EVIL: 1.0}
     folder = write_run(
         tmp_path / "run",
@@ -209,7 +209,7 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     assert isinstance(json.loads(page.data)["charts"], list)
 
 
-def test_no_text_can_end_the_script_element_that_holds_it() -> None:
+def test_no_text_can_end_its_script_element() -> None:
     text = embed_json([{"label": "</script><!--"}])
     assert "<" not in text and json.loads(text) == [{"label": "</script><!--"}]
 
@@ -259,7 +259,7 @@ def test_empty_files_and_a_first_step_of_nothing_but_nan(tmp_path: Path) -> None
     assert "1 step." in read(folder).text
 
 
-def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "outer" / "trial").mkdir(parents=True)
@@ -275,7 +275,7 @@ def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
+def test_evaluations_are_shown_by_the_headline_metric() -> None:
     lines = [
         {"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)
     ]
@@ -334,7 +334,7 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     y = [0.0] * 10_000
     y[4321], y[9000] = 5.0, -5.0
     a, b = charts.thin_series(x, y)
-    assert len(a) <= charts.POINTS + 2 and a == sorted(a)
+    assert len(a) <= charts.FIRST_VIEW_POINTS + 2 and a == sorted(a)
     assert (a[0], a[-1], max(b), min(b)) == (0.0, 9999.0, 5.0, -5.0)
 
 
@@ -391,7 +391,7 @@ def test_any_step_can_be_chosen_on_the_timeline(tmp_path: Path) -> None:
 def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timing, "MOST_SPANS", 100)
+    monkeypatch.setattr(timing, "MAX_SPANS", 100)
     spans = [
         TimelineSpan("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s)
         for s in range(1, 1001)
@@ -425,7 +425,7 @@ def test_a_chart_explains_its_metric(tmp_path: Path) -> None:
     )
 
 
-def test_one_is_one_and_two_are_two() -> None:
+def test_nouns_are_singular_or_plural() -> None:
     assert report.render_lede(run_of({"step": 1, "epoch": 1.0})).startswith(
         "1 step, 1 epoch of data"
     )

@@ -1,4 +1,4 @@
-"""When report.html is built anew while a run goes on."""
+"""Times at which report.html is rebuilt during a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.observe.report import LARGE, ReportRenewal, main, start
+from weft.observe.report import MAX_BYTES_IN_PROCESS, ReportRenewal, main, start
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 
 class Elsewhere:
-    """A process that builds for as long as the test says."""
+    """Process that builds a report until the test ends it."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -36,7 +36,7 @@ class Elsewhere:
 
 
 class Run:
-    """A run whose reports are counted, and who is told what."""
+    """Run that counts the builds of its report, and stores the messages."""
 
     def __init__(self, folder: Path, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.clock, self.seconds, self.error = Clock(), seconds, error
@@ -58,28 +58,28 @@ class Run:
         return self.started[-1]
 
     def step(self, at: float) -> int:
-        """Reports so far, after a step that ends at `at`."""
+        """Return the number of reports after a step that ends at `at`."""
         self.clock.now = max(at, self.clock.now)
         self.renewal.renew_if_due()
         return len(self.built) + len(self.started)
 
 
-def test_the_first_step_has_one_and_another_comes_after_30_seconds(tmp_path: Path) -> None:
+def test_reports_are_built_at_the_first_step_and_after_30_seconds(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert [run.step(at) for at in (0, 1, 29, 30, 31, 59, 61)] == [1, 1, 1, 2, 2, 2, 3]
 
 
-def test_one_that_takes_long_is_built_less_often(tmp_path: Path) -> None:
+def test_slow_reports_are_built_less_often(tmp_path: Path) -> None:
     run = Run(tmp_path, seconds=4)
     assert [run.step(at) for at in (0, 30, 79, 81)] == [1, 1, 1, 2]
 
 
 def large(folder: Path) -> Path:
-    (folder / "metrics.jsonl").write_bytes(b" " * (LARGE + 1))
+    (folder / "metrics.jsonl").write_bytes(b" " * (MAX_BYTES_IN_PROCESS + 1))
     return folder
 
 
-def test_a_long_run_has_another_process_build_it_and_never_two_at_once(tmp_path: Path) -> None:
+def test_reports_of_long_runs_are_built_by_one_other_process(tmp_path: Path) -> None:
     run = Run(large(tmp_path))
     assert [run.step(at) for at in (0, 60, 120)] == [1, 1, 1] and not run.built
     run.started[0].code = 0
@@ -96,7 +96,7 @@ def test_a_long_run_has_another_process_build_it_and_never_two_at_once(tmp_path:
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_what_goes_wrong_is_told_once_and_ends_nothing(tmp_path: Path, size: str) -> None:
+def test_failures_are_reported_once_and_the_run_continues(tmp_path: Path, size: str) -> None:
     run = Run(large(tmp_path) if size == "large" else tmp_path, error=KeyError("steps"))
     for at in (0, 40, 80, 2000, 50_000):
         run.step(at)
@@ -120,7 +120,9 @@ def test_the_process_writes_the_report(tmp_path: Path) -> None:
     assert process.wait() == 0 and "<h1>" in (tmp_path / "report.html").read_text()
 
 
-def test_its_command_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_process_takes_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     niceness: list[int] = []
     monkeypatch.setattr("os.nice", niceness.append)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

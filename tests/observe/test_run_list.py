@@ -1,6 +1,4 @@
-"""The list of runs: what is read of each, and that nothing missing or torn keeps the others from
-being listed.
-"""
+"""List of runs: the files that are read, and missing or damaged files."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def write_run(
     age: float = 0.0,
     **lines: float | None,
 ) -> Path:
-    """A run as the runtime leaves it, `age` seconds old."""
+    """Write a run as the runtime does, last changed `age` seconds ago."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
         "experiment_name: e\nmax_steps: 8\nmodel:\n  path: m\nppo:\n  kl_ctl: 0.1\n"
@@ -67,7 +65,7 @@ def test_newest_first_and_only_runs_are_listed(tmp_path):
     assert list_runs(tmp_path / "nowhere") == []
 
 
-def test_missing_and_torn_files_leave_what_they_would_say_unknown(tmp_path):
+def test_values_of_missing_and_damaged_files_are_unknown(tmp_path):
     torn = write_run(tmp_path / "e" / "torn", status="running", step=2)
     (torn / "status.json").write_text('{"status": "runn')
     with (torn / "metrics.jsonl").open("a") as file:
@@ -99,21 +97,25 @@ def test_a_value_that_is_not_finite_is_unknown(tmp_path):
     )
 
 
-def test_a_run_that_nobody_works_on_is_unfinished(tmp_path):
+def test_a_run_without_a_process_is_unfinished(tmp_path):
     write_run(tmp_path / "e" / "fresh", status="running")
     write_run(tmp_path / "e" / "quiet", status="running", age=3600.0)
     assert {run.trial: run.status for run in list_runs(tmp_path)} == {
         "fresh": "running",
         "quiet": "unfinished",
     }
-    assert {run.status for run in list_runs(tmp_path, alive=lambda path: path.name == "quiet")} == {
+    assert {
+        run.status for run in list_runs(tmp_path, is_alive=lambda path: path.name == "quiet")
+    } == {
         "running",
         "unfinished",
     }
-    assert next(run for run in list_runs(tmp_path, alive=lambda path: False)).status == "unfinished"
+    assert (
+        next(run for run in list_runs(tmp_path, is_alive=lambda path: False)).status == "unfinished"
+    )
 
 
-def test_the_record_of_a_run_says_its_algorithm_and_its_steps(tmp_path):
+def test_the_record_of_a_run_has_its_algorithm_and_steps(tmp_path):
     run = write_run(tmp_path / "e" / "t", status="stopped")
     (run / "run.json").write_text(json.dumps({"algorithm": "my-ppo", "total_steps": 20}))
     assert (list_runs(tmp_path)[0].algorithm, list_runs(tmp_path)[0].total_steps) == ("my-ppo", 20)
@@ -126,7 +128,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     assert list_runs(tmp_path)[0].step == 500
 
 
-def test_a_file_of_two_names_counts_once_and_links_out_are_not_followed(tmp_path):
+def test_hard_links_count_once_and_symbolic_links_are_not_followed(tmp_path):
     run = write_run(tmp_path / "e" / "t")
     before = list_runs(tmp_path)[0].num_bytes
     (tmp_path / "big").write_bytes(b"x" * 100_000)
@@ -144,7 +146,7 @@ def test_a_file_of_two_names_counts_once_and_links_out_are_not_followed(tmp_path
         ("ppo", "eval/loss"),
     ],
 )
-def test_validation_is_shown_and_of_models_that_judge_their_accuracy(
+def test_validation_metrics_and_accuracies_of_scoring_models_are_shown(
     algorithm: str, metric: str, tmp_path: Path
 ) -> None:
     lines = {"train/accuracy": 0.7, "actor_train/rewards/accuracies": 0.6}
@@ -170,7 +172,7 @@ def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_va
     assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == ("eval/reward", 0.56)
 
 
-def test_options_are_read_without_the_whole_of_yaml(tmp_path: Path) -> None:
+def test_options_are_read_without_a_yaml_parser(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     values = {
         "seed": 1,

@@ -1,4 +1,4 @@
-"""A few steps of samples.jsonl, without reading all of it."""
+"""Rows of a few steps, read without parsing all of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_long_file_is_not_parsed_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(read_samples(path, 8)) == len(parsed) == 8
 
 
-def test_other_spellings_and_torn_lines_are_understood(tmp_path: Path) -> None:
+def test_other_layouts_and_damaged_lines_are_handled(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text('{"id": "x", "step": 3.0}\nnothing\n[1]\n{"step": null}\n{"step": 4, "id"')
     assert read_samples(path) == [{"id": "x", "step": 3.0}]

@@ -1,4 +1,4 @@
-"""The plan in a run's folder: the same after reading, and nothing if it is damaged."""
+"""Plan in a run's folder: unchanged after reading, and ignored if it is damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.observe.plans import make_plan
 from weft.observe.shown_plan import FORECAST, ShownPlan, read_plan, write_plan
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_a_plan_is_the_same_after_reading(tmp_path: Path) -> None:
     assert read_plan(tmp_path) is None
     write_plan(tmp_path, None)
     assert not (tmp_path / FORECAST).exists()

@@ -1,4 +1,4 @@
-"""W&B and trackio, against stand-ins that answer as the packages do."""
+"""W&B and Trackio, with stand-ins for the packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Session:
-    """A run that the server knows up to `step`."""
+    """W&B run of which the server has all steps before `step`."""
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.logged, self.finished = step, [], False  # type: ignore[var-annotated]
@@ -66,9 +66,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_resumed_wandb_run_continues_its_own_and_repeats_nothing(
-    tmp_path: Path, stand_in: Any
-) -> None:
+def test_a_resumed_wandb_run_continues_without_repeats(tmp_path: Path, stand_in: Any) -> None:
     info = RunInfo(tmp_path, "exp", "trial", {"seed": 1})
     first = stand_in("wandb", Session())
     (sink,) = make_sinks({"wandb": {"mode": "online", "project": "p", "prefix": "mine"}}, info)
@@ -110,7 +108,7 @@ def test_options_of_wandb_are_passed_on_and_an_id_is_taken_as_given(
     assert not (tmp_path / "wandb-id.txt").exists()
 
 
-def test_a_failed_login_is_told_before_anything_is_written(
+def test_a_failed_login_is_reported_before_anything_is_written(
     tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("wandb", Session(), problem="invalid key.")
@@ -119,13 +117,11 @@ def test_a_failed_login_is_told_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offline_needs_no_login_and_leaves_out_what_was_logged(
-    tmp_path: Path, stand_in: Any
-) -> None:
+def test_offline_needs_no_login_and_skips_logged_steps(tmp_path: Path, stand_in: Any) -> None:
     module = stand_in("wandb", Session(), problem="no network")
     (sink,) = make_sinks(
         {"wandb": {"mode": "offline"}},
-        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, last_logged_step=2),
     )
     for step in (2, 3):
         sink.log(step, {"x": 1.0})
@@ -141,7 +137,7 @@ def test_offline_needs_no_login_and_leaves_out_what_was_logged(
         ({}, "", "online"),
     ],
 )
-def test_the_environment_says_the_mode_where_no_option_does(
+def test_the_environment_sets_the_mode_without_an_option(
     tmp_path: Path,
     stand_in: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -181,11 +177,11 @@ def test_the_key_is_written_nowhere(
     assert all(SECRET not in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_trackio_goes_on_under_the_same_name(tmp_path: Path, stand_in: Any) -> None:
+def test_trackio_continues_under_the_same_name(tmp_path: Path, stand_in: Any) -> None:
     module = stand_in("trackio", Session())
     (sink,) = make_sinks(
         {"trackio": {"project": "p"}},
-        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, last_logged_step=2),
     )
     for step in (2, 3):
         sink.log_samples(step, [{"completion": "c"}])

@@ -1,4 +1,4 @@
-"""timeline.json: trace events that Perfetto reads, whole after every event and after a kill."""
+"""timeline.json: trace events for Perfetto, complete after every event and after a kill."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_span_that_fails_is_written_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 40, 150])
-def test_a_torn_end_is_mended_and_the_run_goes_on_on_its_tracks(tmp_path: Path, cut: int) -> None:
+def test_a_damaged_end_is_repaired_and_the_tracks_continue(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "timeline.json"
     first = Timeline(path)
     for index in range(3):
@@ -87,7 +87,7 @@ def test_any_name_stays_on_its_line(tmp_path: Path) -> None:
     assert Timeline(path) and load(path)
 
 
-def test_steps_that_were_done_again_are_seen_once(tmp_path: Path) -> None:
+def test_repeated_steps_are_read_once(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     for steps in ((1, 2, 3), (3, 4)):
         timeline = Timeline(path)

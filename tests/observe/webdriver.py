@@ -1,4 +1,4 @@
-"""A real browser for tests: chromedriver's HTTP interface, with nothing to install beside Chromium."""
+"""Real browser for tests: chromedriver's HTTP interface; only Chromium needs to be installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window."""
+    """Window of a browser."""
 
     def __init__(self, session: str) -> None:
         self._session = session
@@ -38,11 +38,11 @@ class Browser:
         self._call("url", {"url": url})
 
     def run(self, script: str, *args: Any) -> Any:
-        """What the body of a function returns."""
+        """Return the result of a function with this body."""
         return self._call("execute/sync", {"script": script, "args": list(args)})
 
     def until(self, script: str, seconds: float = 20.0) -> Any:
-        """What the script returns once that is true."""
+        """Return the result of the script as soon as it is true."""
         end = time.monotonic() + seconds
         while not (found := self.run(script)):
             assert time.monotonic() < end, f"it stayed false: {script}"
@@ -50,7 +50,7 @@ class Browser:
         return found
 
     def drag(self, selector: str, start: float, stop: float) -> None:
-        """With the button down over an element, between two shares of its width."""
+        """Drag the mouse over an element, between two fractions of its width."""
         left, top, width, height = self.run(
             "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center', "
             "behavior: 'instant'});"
@@ -83,7 +83,7 @@ class Browser:
         self._call("actions", {"actions": [mouse]})
 
     def errors(self) -> list[str]:
-        """What the console complains of."""
+        """Return the errors in the console."""
         entries = self._call("se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
@@ -109,7 +109,7 @@ def _post(url: str, body: Any, method: str = "POST") -> Any:
 
 @contextmanager
 def browser(folder: Path, width: int = 1280, height: int = 900) -> Iterator[Browser]:
-    """A browser whose profile lies in `folder`."""
+    """Start a browser with its profile in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -13,7 +13,7 @@ from weft.errors import UserError
 from weft.experiments import SFTConfig
 from weft.experiments.common import RunConfig
 from weft.launch import run
-from weft.observe.sample_rows import FILE
+from weft.observe.sample_rows import EVAL_PROMPTS
 
 PROMPTS = ["1+1=", "the sun is"]
 
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (directory / EVAL_PROMPTS).read_text().splitlines()]
 
 
 def small(root: Path, folder: str, **more: Any) -> SFTConfig:
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_each_answer_once(root: Path, monkeypatch: pytest.Monk
         patched.setattr(Session, "_write_line", dies)
         with pytest.raises(KeyboardInterrupt):
             run(small(root, "again"))
-    torn = root / "again" / "e" / "t" / FILE
+    torn = root / "again" / "e" / "t" / EVAL_PROMPTS
     assert [row["step"] for row in answers(torn.parent)] == [0, 0, 2, 2, 4, 4]
     with torn.open("a") as file:
         file.write('{"step": 4, "id": "0", "pro')

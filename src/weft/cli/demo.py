@@ -222,7 +222,7 @@ class StageView:
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Do nothing; the run's report shows sampled completions."""
 
-    def show_activity(self, what: str) -> AbstractContextManager[None]:
+    def show_activity(self, activity: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
@@ -231,7 +231,7 @@ class StageView:
     def show_stop_request(self, line: str) -> None:
         self._doing = line
 
-    def close(self, status: str, *, flagged: bool = False) -> list[str]:
+    def close(self, status: str, *, is_flagged: bool = False) -> list[str]:
         if self._live is not None:
             self._live.stop()
         return [self._pace.format_summary(status)]

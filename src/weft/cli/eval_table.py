@@ -153,7 +153,7 @@ def _write_page(
     path: Path, table: EvaluationTable, changes: Sequence[ColumnChanges] | None
 ) -> None:
     from weft.observe.eval_html import (
-        SHOWN_ITEMS,
+        MAX_ITEMS_IN_SECTION,
         choose_pair,
         render_changes,
         render_table,
@@ -166,7 +166,9 @@ def _write_page(
         heading = "What changed"
     else:
         heading = f"What changed from {table.names[first]} to {table.names[second]}"
-        changes = find_changes(table, first, second, SHOWN_ITEMS) if first != second else []
+        changes = (
+            find_changes(table, first, second, MAX_ITEMS_IN_SECTION) if first != second else []
+        )
     count = f"{len(table.names)} checkpoint{'' if len(table.names) == 1 else 's'}"
     header = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">'
@@ -323,7 +325,7 @@ def _convert_cell(cell: TableCell) -> dict[str, Any]:
         difference = {
             "value": cell.difference.value,
             "interval": [cell.difference.low, cell.difference.high],
-            "p": cell.difference.chance,
+            "p": cell.difference.p_value,
             "items": cell.difference.num_items,
         }
     return {

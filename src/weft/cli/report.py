@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.observe import compare
 from weft.observe.page import write
 from weft.observe.report import NAME, build_page, build_report
-from weft.observe.run_files import KNOWN, RunFiles
+from weft.observe.run_files import RUN_FILES, RunFiles
 
 EPILOG = """examples:
   weft report first/ppo               writes runs/first/ppo/report.html
@@ -83,6 +83,6 @@ def _find(word: str, root: Path) -> Path:
     A folder with only some of the files of a run is also accepted.
     """
     folder = open_root(word)
-    if any((folder / name).is_file() for name in KNOWN):
+    if any((folder / name).is_file() for name in RUN_FILES):
         return folder
     return find_run(word, root)

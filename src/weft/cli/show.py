@@ -21,7 +21,7 @@ from weft.cli.named_run import find_run, name_place, open_root
 from weft.cli.parsing import CommandParser, add_fileroot, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.best import BestRecord
-from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
+from weft.observe.configuration import CHOSEN_TEXT, compute_defaults, flatten_options
 from weft.observe.jsonl import read_config
 from weft.observe.metrics import (
     ABOUT_MACHINE,
@@ -105,7 +105,7 @@ def format_page(
     for name, (_, default) in changed_options.items():
         if name not in chosen_by_weft:
             option_notes[name] = f"default {_format_value(default)}"
-    option_notes |= dict.fromkeys(chosen_by_weft, CHOSEN)
+    option_notes |= dict.fromkeys(chosen_by_weft, CHOSEN_TEXT)
     yield from _align_columns(
         [
             (f"{name}={_format_value(changed_options[name][0])}", note)

@@ -30,7 +30,7 @@ from weft.evaluation.models import OpenedModel
 from weft.options import iterate_options, read, validate
 from weft.reading import read_yaml
 
-# Named as in Open-Assistant's sampling reports.
+# Built-in settings, named as in Open-Assistant's sampling reports.
 SHIPPED: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"greedy": True},
     "k50": {"top_k": 50, "top_p": 0.95},
@@ -39,8 +39,8 @@ SHIPPED: Mapping[str, Mapping[str, Any]] = {
     "warm": {"temperature": 0.7, "top_p": 0.9},
     "free": {},
 }
-# Options of `transformers` that weft's sampler does not support, with the value that disables each.
-NEUTRAL: Mapping[str, Any] = {
+# Options of `transformers` that weft's sampler does not support, with the values that disable them.
+UNSUPPORTED: Mapping[str, Any] = {
     "num_beams": 1,
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
@@ -85,16 +85,16 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSet
     notes = list[str]()
     for word in words:
         if word.endswith((".yaml", ".yml", ".json")):
-            file_settings, left_out = read_file(word, base)
+            file_settings, file_notes = read_file(word, base)
             chosen += file_settings
-            notes += left_out
+            notes += file_notes
         else:
             chosen.append(build_shipped(word, base))
     names = [settings.name for settings in chosen]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
         raise ConfigError(
-            f"two sampling settings are called {twice!r}; give one of them another name"
+            f"two sampling settings are called {duplicate!r}; give one of them another name"
         )
     if not chosen:
         raise ConfigError("\n".join(["no sampling setting is left", *notes]))
@@ -117,79 +117,77 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
         )
     settings = list[SamplingSettings]()
     notes = list[str]()
-    for name, given in _list_entries(path, values):
-        missing = []
-        for key, value in NEUTRAL.items():
-            if key in given and given[key] != value:
-                missing.append(f"{key}={given[key]}")
-        if missing:
+    for name, options in _list_entries(path, values):
+        unsupported = []
+        for key, value in UNSUPPORTED.items():
+            if key in options and options[key] != value:
+                unsupported.append(f"{key}={options[key]}")
+        if unsupported:
             notes.append(
-                f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}"
+                f"{path}: {name} is left out: weft does not sample with {', '.join(unsupported)}"
             )
             continue
-        settings.append(_parse_settings(name, given, base, f"{path}: {name}"))
+        settings.append(_parse_settings(name, options, base, f"{path}: {name}"))
     return settings, notes
 
 
 def _list_entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the name and the options of each entry of a settings file, in either form."""
     if "configurations" not in values:
-        entries = [(str(name), value) for name, value in values.items()]
-    else:
-        common = _check_mapping(
-            path,
-            "default",
-            _check_mapping(path, "default", values.get("default")).get("generate_args"),
-        )
-        listed = values["configurations"]
-        if not isinstance(listed, Sequence) or not all(
-            isinstance(each, Mapping) and "name" in each for each in listed
-        ):
-            raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
-        entries = []
-        for each in listed:
-            entries.append(
-                (
-                    str(each["name"]),
-                    {
-                        **common,
-                        **_check_mapping(path, str(each["name"]), each.get("generate_args")),
-                    },
-                )
-            )
-    return [(name, _check_mapping(path, name, value)) for name, value in entries]
+        return [
+            (str(name), _check_mapping(path, str(name), value)) for name, value in values.items()
+        ]
+    # Open-Assistant's form: all configurations share the options in `default`.
+    default = _check_mapping(path, "default", values.get("default"))
+    common = _check_mapping(path, "default", default.get("generate_args"))
+    configurations = values["configurations"]
+    if not isinstance(configurations, Sequence) or not all(
+        isinstance(entry, Mapping) and "name" in entry for entry in configurations
+    ):
+        raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
+    entries: list[tuple[str, Mapping[str, Any]]] = []
+    for entry in configurations:
+        name = str(entry["name"])
+        entries.append((name, {**common, **_check_mapping(path, name, entry.get("generate_args"))}))
+    return entries
 
 
 def _check_mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
+    """Return `value`, or an empty mapping for None. Raises `ConfigError` for any other type."""
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{path}: {name} must be a mapping of sampling options, not {value!r}")
     return value or {}
 
 
 def _parse_settings(
-    name: str, given: Mapping[str, Any], base: GenerationSpec, where: str
+    name: str, options: Mapping[str, Any], base: GenerationSpec, place: str
 ) -> SamplingSettings:
+    """Return settings with these options of `transformers` or weft; others come from `base`.
+
+    `place` begins the message of the `ConfigError` for an unknown option or an invalid value.
+    """
     values = {}
-    for key, value in given.items():
-        if key not in NEUTRAL and value is not None:
+    for key, value in options.items():
+        if key not in UNSUPPORTED and value is not None:
             values[key] = value
-    sampled = values.pop("do_sample", None)
-    if sampled is not None and "greedy" not in values:
-        values["greedy"] = not sampled
+    do_sample = values.pop("do_sample", None)
+    if do_sample is not None and "greedy" not in values:
+        values["greedy"] = not do_sample
     if values.get("temperature") == 0:
         values |= {"temperature": 1.0, "greedy": True}
-    known = [leaf.name for leaf in iterate_options(base)]
+    option_names = [option.name for option in iterate_options(base)]
     for key in values:
-        if key not in known:
-            close = find_nearest(key, known)
+        if key not in option_names:
+            close = find_nearest(key, option_names)
             raise ConfigError(
-                f"{where}: no sampling option {key!r}; "
-                f"{f'did you mean {close[0]}?' if close else ', '.join(known)}"
+                f"{place}: no sampling option {key!r}; "
+                f"{f'did you mean {close[0]}?' if close else ', '.join(option_names)}"
             )
     try:
         spec = read(replace(base), values)
         validate(spec)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{place}: {error}") from error
     return SamplingSettings(name, spec)
 
 
@@ -215,12 +213,11 @@ class EvaluationPrompt:
         """
         if plain or tokenizer.chat_template is None:
             return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
-        own = any(message["role"] == "system" for message in self.messages)
-        if system and not own:
-            first: list[Message] = [{"role": "system", "content": system}]
-        else:
-            first = []
-        return tokenizer.encode_chat([*first, *self.messages], add_generation_prompt=True)
+        has_system_message = any(message["role"] == "system" for message in self.messages)
+        messages = list(self.messages)
+        if system and not has_system_message:
+            messages.insert(0, {"role": "system", "content": system})
+        return tokenizer.encode_chat(messages, add_generation_prompt=True)
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
@@ -232,24 +229,25 @@ def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
     prompts.
     """
     prompts = list[EvaluationPrompt]()
-    wrong = list[str]()
+    problems = list[str]()
     for place, row in read_prompt_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
         try:
             prompts.append(_parse_prompt(row, str(len(prompts))))
         except BadRow as error:
-            wrong.append(f"{place}: {error}")
-            if len(wrong) == MAX_REPORTED:
+            problems.append(f"{place}: {error}")
+            if len(problems) == MAX_REPORTED:
                 break
-    if wrong:
-        raise DataError("\n".join(["these rows are not prompts:", *wrong]))
+    if problems:
+        raise DataError("\n".join(["these rows are not prompts:", *problems]))
     if not prompts:
         raise DataError(f"{path}: there are no prompts in it")
     return prompts
 
 
 def _parse_prompt(row: Any, number: str) -> EvaluationPrompt:
+    """Return the prompt in a row; `number` is its id if the row has none. Raises `BadRow`."""
     if isinstance(row, UnreadableRow):
         raise BadRow(row.reason)
     if not isinstance(row, Mapping):
@@ -301,76 +299,69 @@ def sample_answers(
     tokenizer = opened.tokenizer
     prompt_ids = [prompt.tokenize(tokenizer, system=system, plain=plain) for prompt in prompts]
     specs = []
-    for each in settings:
-        specs.append(replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.list_stop_ids()]))
-    requests = [
-        Request(
-            f"{index}/{kind}",
-            k,
-            ids,
-            k,
-            max_new_tokens=_compute_max_new_tokens(
-                opened, prompts[index], ids, spec.new_token_limit
-            ),
-            sampling=spec,
-        )
-        for index, ids in enumerate(prompt_ids)
-        for kind, spec in enumerate(specs)
-        for k in range(1 if spec.greedy else samples)
-    ]
+    for setting in settings:
+        stop_ids = [*setting.spec.stop_ids, *tokenizer.list_stop_ids()]
+        specs.append(replace(setting.spec, stop_ids=stop_ids))
+    requests = []
+    for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+        for setting_index, spec in enumerate(specs):
+            limit = _compute_max_new_tokens(opened, prompt, ids, spec.new_token_limit)
+            request_id = f"{index}/{setting_index}"
+            for k in range(1 if spec.greedy else samples):
+                requests.append(Request(request_id, k, ids, k, max_new_tokens=limit, sampling=spec))
     # Generate until all requests are finished.
     tokens: dict[tuple[str, int], list[int]] = {(request.id, request.k): [] for request in requests}
-    ends: dict[tuple[str, int], str] = {}
-    most = max(spec.new_token_limit for spec in specs)
+    finish_reasons: dict[tuple[str, int], str] = {}
+    max_new_tokens = max(spec.new_token_limit for spec in specs)
     with opened.engine.generating(
-        replace(specs[0], max_new_tokens=most, min_new_tokens=0, tokenizer=tokenizer)
+        replace(specs[0], max_new_tokens=max_new_tokens, min_new_tokens=0, tokenizer=tokenizer)
     ) as generator:
         generator.submit(requests)
         while not generator.idle:
             for event in generator.step():
                 tokens[event.id, event.k].append(event.token)
                 if event.finish is not None:
-                    ends[event.id, event.k] = event.finish
+                    finish_reasons[event.id, event.k] = event.finish
                     if progress is not None:
-                        progress(len(ends), len(requests))
+                        progress(len(finish_reasons), len(requests))
     # Decode the tokens.
     answers: list[list[list[SampledAnswer]]] = []
     for _ in prompts:
         answers.append([[] for _ in settings])
     for request in requests:
-        index, kind = map(int, request.id.split("/"))
+        index, setting_index = map(int, request.id.split("/"))
         ids = tokens[request.id, request.k]
         text = tokenizer.decode_after(list(request.prompt), ids, skip_special=True)
-        answers[index][kind].append(
-            SampledAnswer(text.strip(), tuple(ids), ends[request.id, request.k])
+        answers[index][setting_index].append(
+            SampledAnswer(text.strip(), tuple(ids), finish_reasons[request.id, request.k])
         )
     return answers
 
 
 def _compute_max_new_tokens(
-    opened: OpenedModel, prompt: EvaluationPrompt, ids: Sequence[int], most: int
+    opened: OpenedModel, prompt: EvaluationPrompt, ids: Sequence[int], limit: int
 ) -> int:
-    """Return the maximum number of new tokens: `most`, or fewer if the context has less room.
+    """Return the maximum number of new tokens: `limit`, or fewer if the context has less room.
 
     `ids` are the prompt's token ids. Raises `DataError` if they fill the model's context.
     """
     if opened.context is None:
-        return most
+        return limit
     if len(ids) >= opened.context:
         raise DataError(
             f"prompt {prompt.id!r} has {len(ids)} tokens, and {opened.name} takes "
             f"{opened.context} with its answer; shorten it"
         )
-    return min(most, opened.context - len(ids))
+    return min(limit, opened.context - len(ids))
 
 
-IDS_AT_ONCE = 64
+MAX_IDS_PER_PASS = 64
 
 
 def score_replies(
     opened: OpenedModel, prompts: Sequence[EvaluationPrompt], replies: Sequence[Sequence[str]]
 ) -> list[npt.NDArray[np.float64]]:
-    """Return scores as `[prompt][reply]`, computed as in `weft quickstart rw` and in PPO.
+    """Return scores as `[prompt][reply]` (float64), as `weft quickstart rw` and PPO compute them.
 
     A reward model with a chat template reads messages. Without a template, it reads the prompt's
     text followed by the reply. In both cases, the end token comes last. Sequences longer than the
@@ -380,14 +371,14 @@ def score_replies(
     lengths = LengthLimits(max_seqlen=opened.context)
     encoded = list[EncodedSample]()
     for prompt, texts in zip(prompts, replies, strict=True):
-        whole = _encode(opened.tokenizer, prompt, texts)
-        short, _ = fit_to_limits(whole, lengths, opened.tokenizer.bos_id)
-        if short is None:
+        sample = _encode(opened.tokenizer, prompt, texts)
+        shortened, _ = fit_to_limits(sample, lengths, opened.tokenizer.bos_id)
+        if shortened is None:
             raise DataError(
                 f"prompt {prompt.id!r}: its replies do not fit into the {opened.context} "
                 f"tokens of the model's context"
             )
-        encoded.append(short)
+        encoded.append(shortened)
     table = TokenTable.from_rows(
         [str(index) for index in range(len(encoded))],
         encoded,
@@ -395,20 +386,22 @@ def score_replies(
         TokenizationReport(),
     )
     scores = list[npt.NDArray[np.float64]]()
-    for start in range(0, len(table), IDS_AT_ONCE):
+    for start in range(0, len(table), MAX_IDS_PER_PASS):
         output = opened.engine.forward(
-            table.take(range(start, min(start + IDS_AT_ONCE, len(table)))), frozenset({"scores"})
+            table.take(range(start, min(start + MAX_IDS_PER_PASS, len(table)))),
+            frozenset({"scores"}),
         )
-        flat = to_host_array(output.data["scores"]).astype(np.float64)
-        owners = output.group_of("scores")
+        flat_scores = to_host_array(output.data["scores"]).astype(np.float64)
+        prompt_indices = output.group_of("scores")
         for index in range(output.num_ids):
-            scores.append(flat[owners == index])
+            scores.append(flat_scores[prompt_indices == index])
     return scores
 
 
 def _encode(
     tokenizer: Tokenizer, prompt: EvaluationPrompt, replies: Sequence[str]
 ) -> EncodedSample:
+    """Return the token ids of a prompt with all replies. Raises `DataError` for invalid ones."""
     try:
         if tokenizer.chat_template is not None:
             turns: list[list[Message]] = []

@@ -17,7 +17,7 @@ from typing import Any
 from weft import randomness, writing
 from weft.data.bad_replies import PromptReplies, make_worse_reply, read_replies
 from weft.data.rows import BadRow
-from weft.data.sources import UnreadableRow, find_files, read_rows
+from weft.data.sources import RowLocation, UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.evaluation.answers import (
     MAX_REPORTED,
@@ -38,7 +38,7 @@ class AugmentationOptions:
     """Options for adding bad replies to rankings.
 
     Attributes:
-        kinds: ways of degrading replies, by their names in `weft.data.bad_replies`
+        kinds: methods of degrading replies, by their names in `weft.data.bad_replies`
         samples: number of replies that the weak model samples for each row
         share: fraction of rows that get bad replies
         seed: seed of the random choices, except for the weak model's sampling
@@ -49,7 +49,7 @@ class AugmentationOptions:
     samples: int = 1
     share: float = 1.0
     seed: int = 1
-    pairs: bool = False  # write {chosen, rejected} rows instead of rankings
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,34 +76,36 @@ class AugmentationCounts:
 def read(paths: Sequence[str]) -> list[PromptReplies]:
     """Read rows of prompts with replies from the files, and make the row ids unique.
 
-    Raises `DataError` if there are no rows, or if some rows have no replies. The message lists the
-    rows without replies.
+    Raises `DataError` if there are no rows, or if some rows have no replies. The message lists
+    these rows.
     """
     rows = list[PromptReplies]()
-    wrong = list[str]()
-    seen = dict[str, int]()
-    for place, row in (
-        each for path in paths for file in find_files(path) for each in read_rows(file)
-    ):
+    problems = list[str]()
+    num_uses = dict[str, int]()
+    for place, row in _iterate_rows(paths):
         try:
             if isinstance(row, UnreadableRow):
                 raise BadRow(row.reason)
             for prompt_replies in read_replies(row, len(rows)):
-                times = seen[prompt_replies.id] = seen.get(prompt_replies.id, 0) + 1
-                rows.append(
-                    prompt_replies
-                    if times == 1
-                    else replace(prompt_replies, id=f"{prompt_replies.id}-{times}")
-                )
+                count = num_uses[prompt_replies.id] = num_uses.get(prompt_replies.id, 0) + 1
+                if count > 1:
+                    prompt_replies = replace(prompt_replies, id=f"{prompt_replies.id}-{count}")
+                rows.append(prompt_replies)
         except (BadRow, DataError) as error:
-            wrong.append(f"{place}: {error}")
-            if len(wrong) == MAX_REPORTED:
+            problems.append(f"{place}: {error}")
+            if len(problems) == MAX_REPORTED:
                 break
-    if wrong:
-        raise DataError("\n".join(["these rows have no replies to rank:", *wrong]))
+    if problems:
+        raise DataError("\n".join(["these rows have no replies to rank:", *problems]))
     if not rows:
         raise DataError(f"{', '.join(paths)}: it contains no replies")
     return rows
+
+
+def _iterate_rows(paths: Sequence[str]) -> Iterator[tuple[RowLocation, Any]]:
+    for path in paths:
+        for file in find_files(path):
+            yield from read_rows(file)
 
 
 def write(
@@ -125,140 +127,144 @@ def write(
         raise ConfigError(
             f"{file} already exists and is not overwritten; name another file, or remove it"
         )
-    part = file.with_name(f"{file.name}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    first = json.dumps(dict(options), sort_keys=True)
-    lines = _read_unfinished(part, first)
-    done = AugmentationCounts()
+    unfinished = file.with_name(f"{file.name}.part")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    options_line = json.dumps(dict(options), sort_keys=True)
+    lines = _read_unfinished(unfinished, options_line)
+    counts = AugmentationCounts()
     # Append each missing part to the unfinished file.
     for start in range(0, len(rows), ROWS_PER_PART):
-        chunk = rows[start : start + ROWS_PER_PART]
-        number = start // ROWS_PER_PART
-        if number < len(lines):
-            line = lines[number]
+        part = rows[start : start + ROWS_PER_PART]
+        part_index = start // ROWS_PER_PART
+        if part_index < len(lines):
+            line = lines[part_index]
         else:
-            line = json.dumps(_augment_part(chunk, rows, plan, weak, number), ensure_ascii=False)
-            with open_file(part, "a", encoding="utf-8") as stream:
+            line = json.dumps(_augment_part(part, rows, plan, weak, part_index), ensure_ascii=False)
+            with open_file(unfinished, "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
             lines.append(line)
         if progress is not None:
             progress(min(start + ROWS_PER_PART, len(rows)), len(rows))
     # Write the rows of all parts to the final file.
     with replace_file(file) as partial, partial.open("w", encoding="utf-8") as stream:
-        for said_here in map(json.loads, lines):
-            done.left_out += said_here["left_out"]
-            for row in said_here["rows"]:
-                bad = "augmented" in row or "rejected" in row
-                done.augmented = done.augmented + bad
-                done.plain = done.plain + (not bad)
+        for result in map(json.loads, lines):
+            counts.left_out += result["left_out"]
+            for row in result["rows"]:
+                has_bad_replies = "augmented" in row or "rejected" in row
+                counts.augmented += has_bad_replies
+                counts.plain += not has_bad_replies
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    part.unlink()
-    return done
+    unfinished.unlink()
+    return counts
 
 
-def _read_unfinished(part: Path, first: str) -> list[str]:
-    """Return the lines of the unfinished file `part`, each with the result of one chunk of rows.
+def _read_unfinished(unfinished: Path, options_line: str) -> list[str]:
+    """Return the lines of the unfinished file, each with the result of one part of the rows.
 
-    If the file does not exist, it is created with the line `first`, which contains the options of
-    this command. If it exists, its first line must equal `first`; otherwise, `ConfigError` is
-    raised. The first line is not returned, and an incomplete last line is removed from the file.
+    If the file does not exist, it is created with `options_line`, which contains the options of
+    this command. If it exists, its first line must equal `options_line`; otherwise, `ConfigError`
+    is raised. The first line is not returned, and an incomplete last line is removed from the file.
     """
-    if not part.exists():
-        writing.write(part, first + "\n")
+    if not unfinished.exists():
+        writing.write(unfinished, options_line + "\n")
         return []
-    lines = part.read_text(encoding="utf-8").split("\n")
-    if lines[0] != first:
+    lines = unfinished.read_text(encoding="utf-8").split("\n")
+    if lines[0] != options_line:
         raise ConfigError(
-            f"{part} was started with other options or rows; give those, remove it, or name "
+            f"{unfinished} was started with other options or rows; give those, remove it, or name "
             f"another file"
         )
-    whole = lines[1:-1]  # the last item is empty, or a line that was cut off
-    writing.write(part, "\n".join([first, *whole, ""]))
-    return whole
+    complete_lines = lines[1:-1]  # the last item is empty, or a line that was cut off
+    writing.write(unfinished, "\n".join([options_line, *complete_lines, ""]))
+    return complete_lines
 
 
 def _augment_part(
-    chunk: Sequence[PromptReplies],
+    part: Sequence[PromptReplies],
     rows: Sequence[PromptReplies],
     plan: AugmentationOptions,
     weak: WeakModel | None,
-    number: int,
+    part_index: int,
 ) -> dict[str, Any]:
     """Return the augmented rows of one part of the output, and a count of the rows left out.
 
-    The result is a mapping with the keys "rows" and "left_out". `chunk` has the input rows of the
-    part, and `number` is the part's index. `rows` are the input rows of all parts, because some
-    kinds of bad replies are taken from other rows.
+    The result is a mapping with the keys "rows" and "left_out". `part` has the input rows of the
+    part, and `part_index` is its index. `rows` are the input rows of all parts, because some kinds
+    of bad replies are taken from other rows.
     """
-    chosen = []
-    for row in chunk:
+    is_chosen = []
+    for row in part:
         key = randomness.derive_key(plan.seed, "augmented", id=row.id)
-        chosen.append(float(randomness.draw_uniforms(key, [0])[0]) < plan.share)
-    drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
-    sampled = iter(
-        _sample_weak_replies(drawn, plan, weak, number)
-        if weak is not None and drawn
-        else [None] * len(drawn)
-    )
+        is_chosen.append(float(randomness.draw_uniforms(key, [0])[0]) < plan.share)
+    chosen_rows = [row for row, is_taken in zip(part, is_chosen, strict=True) if is_taken]
+    replies: list[str | None] = [None] * len(chosen_rows)
+    if weak is not None and chosen_rows:
+        replies = _sample_weak_replies(chosen_rows, plan, weak, part_index)
+    weak_replies = iter(replies)
     output_rows = list[dict[str, Any]]()
     left_out = 0
-    for row, taken in zip(chunk, chosen, strict=True):
-        bad = [
+    for row, is_taken in zip(part, is_chosen, strict=True):
+        bad_replies = [
             reply
             for kind in plan.kinds
-            if taken and (reply := make_worse_reply(kind, row, rows, plan.seed)) is not None
+            if is_taken and (reply := make_worse_reply(kind, row, rows, plan.seed)) is not None
         ]
-        answer = next(sampled) if taken else None
-        bad += [] if answer is None or row.has_reply(answer) else [row.match_whitespace(answer)]
-        written = list(_build_rows(row, bad, plan.pairs))
-        output_rows = output_rows + written
-        left_out = left_out + (not written)
+        weak_reply = next(weak_replies) if is_taken else None
+        if weak_reply is not None and not row.has_reply(weak_reply):
+            bad_replies.append(row.match_whitespace(weak_reply))
+        new_rows = list(_build_rows(row, bad_replies, plan.pairs))
+        output_rows += new_rows
+        left_out += not new_rows
     return {"left_out": left_out, "rows": output_rows}
 
 
-def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
+def _build_rows(
+    row: PromptReplies, bad_replies: Sequence[str], pairs: bool
+) -> Iterator[dict[str, Any]]:
     """Yield one ranking that includes the bad replies or, with `pairs`, one pair per bad reply.
 
     Each pair consists of the best reply and a bad reply. Without bad replies, no pair is yielded,
     and a ranking is yielded only if the row has at least two replies.
     """
     if pairs:
-        for place, reply in enumerate(bad):
+        for index, reply in enumerate(bad_replies):
             yield {
-                "id": f"{row.id}/{place}",
+                "id": f"{row.id}/{index}",
                 **row.prompt_columns,
                 "chosen": row.replies[0],
                 "rejected": reply,
             }
-    elif bad or len(row.replies) > 1:
+    elif bad_replies or len(row.replies) > 1:
         yield {
             "id": row.id,
             **row.prompt_columns,
             "replies": list(row.replies),
-            **({"augmented": list(bad)} if bad else {}),
+            **({"augmented": list(bad_replies)} if bad_replies else {}),
         }
 
 
 def _sample_weak_replies(
-    rows: Sequence[PromptReplies], plan: AugmentationOptions, weak: WeakModel, number: int
+    rows: Sequence[PromptReplies], plan: AugmentationOptions, weak: WeakModel, part_index: int
 ) -> list[str | None]:
     """Return the weak model's reply to each row; None for a row without a usable reply.
 
     If there is a reward model, it selects the best of several replies. A row has no usable reply if
     all replies are empty, if the prompt does not fit in the context, or if there are no prompt
-    messages. `number` is the index of this chunk of rows in the output; the seed depends on it.
+    messages. `part_index` is the index of these rows' part of the output; the seed depends on it.
     """
     prompts = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if row.messages:
-            prompts[place] = _build_prompt(row)
+            prompts[index] = _build_prompt(row)
     opened, context = weak.opened, weak.opened.context
     if context is not None:
         prompts = {
-            n: each for n, each in prompts.items() if len(each.tokenize(opened.tokenizer)) < context
+            index: prompt
+            for index, prompt in prompts.items()
+            if len(prompt.tokenize(opened.tokenizer)) < context
         }
     # Sample with a seed that depends on the part, so that a resumed command gives the same replies.
-    spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + number)
+    spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + part_index)
     if prompts:
         answers = sample_answers(
             opened,
@@ -269,21 +275,21 @@ def _sample_weak_replies(
     else:
         answers = []
     replies = {
-        place: texts
-        for place, of_prompt in zip(prompts, answers, strict=True)
-        if (texts := [answer.text for answer in of_prompt[0] if answer.text.strip()])
+        index: texts
+        for index, prompt_answers in zip(prompts, answers, strict=True)
+        if (texts := [answer.text for answer in prompt_answers[0] if answer.text.strip()])
     }
     if weak.reward is None:
-        return [replies[place][0] if place in replies else None for place in range(len(rows))]
+        return [replies[index][0] if index in replies else None for index in range(len(rows))]
     # Select the best reply to each row by reward.
     scores = score_replies(
-        weak.reward, [prompts[place] for place in replies], list(replies.values())
+        weak.reward, [prompts[index] for index in replies], list(replies.values())
     )
     best = {
-        place: texts[int(row_scores.argmax())]
-        for (place, texts), row_scores in zip(replies.items(), scores, strict=True)
+        index: texts[int(row_scores.argmax())]
+        for (index, texts), row_scores in zip(replies.items(), scores, strict=True)
     }
-    return [best.get(place) for place in range(len(rows))]
+    return [best.get(index) for index in range(len(rows))]
 
 
 def _build_prompt(row: PromptReplies) -> EvaluationPrompt:

@@ -1,10 +1,10 @@
-"""Catalogue of tasks over data that a user has, for `weft eval suite`.
+"""Catalogue of tasks over the user's copies of data sets, for `weft eval suite`.
 
-A task is a small file in the folder `tasks`, in lm_eval's form. Its block `weft` names the data
-set, the scoring function of `task_scoring`, and what the task needs. Data, judge and permissions
-are checked before anything runs. docs/evaluation-tasks.md lists the tasks.
+A file in the folder `tasks` has one or more tasks in lm_eval's form. The block `weft` of a task
+names the data set, the scoring function of `task_scoring`, and the task's requirements. Data, judge
+and permissions are checked before anything runs. docs/evaluation-tasks.md lists the tasks.
 
-This module imports lm_eval when a task is built.
+lm_eval is imported only when a task is built.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class CatalogueOptions:
         data: Files or folders of data sets, by name.
         folder: Folder in which other data sets are looked up by name.
         judge: Judge of answers, or None.
-        allow_code: Whether programs that a model writes may run, in the sandbox.
+        allow_code: True if programs that a model writes may run, in the sandbox.
         num_samples: Answers per item of tasks that summarize several; None for the task's number.
-        include_path: Folders of the user's task files, whose names come first.
+        include_path: Folders of the user's task files, which take precedence over tasks of the
+            catalogue with the same names.
     """
 
     data: Mapping[str, Path] = field(default_factory=dict)
@@ -75,13 +76,13 @@ class TaskBlock:
     Attributes:
         data: Name of the data set.
         scorer: Name of the scoring function, or None for a metric of lm_eval.
-        prompt: Name of a prompt that holds its examples, or None for lm_eval's.
-        shots: Number of examples of that prompt.
-        code: Whether programs of the model run.
+        prompt: Name of a prompt in `task_prompts`, or None for lm_eval's own prompts.
+        shots: Number of examples in this prompt.
+        code: True if the task runs programs that the model writes.
         judge: Name of the question to the judge, or None.
         samples: Answers per item.
         sampling: Options of generation if an item has several answers.
-        by_subset: Whether the main metric is reported by subset too.
+        by_subset: True if the main metric is also reported for each subset.
     """
 
     data: str
@@ -97,7 +98,7 @@ class TaskBlock:
 
 @cache
 def read_catalogue() -> dict[str, tuple[TaskBlock, dict[str, Any]]]:
-    """Return the catalogue's tasks: name -> (block `weft`, lm_eval's configuration)."""
+    """Return (block `weft`, lm_eval's configuration) of each task in the catalogue, by name."""
     tasks = {}
     for file in sorted(TASKS.glob("*.yaml")):
         content = read_yaml(file, str(file))
@@ -115,48 +116,51 @@ def list_names() -> list[str]:
 
 
 def resolve_tasks(names: Sequence[str], options: CatalogueOptions) -> tuple[list[Any], list[str]]:
-    """Return (tasks of the catalogue as lm_eval's `Task` objects, names that it does not have).
+    """Return (tasks of the catalogue as lm_eval's `Task` objects, names of other tasks).
 
     Groups are replaced by their tasks. Raises `ConfigError` if tasks lack data, a judge or the
     permission to run code: one message names everything that is missing. Raises `DataError` for
     unusable rows, and `UserError` if the judge does not answer. No model is needed.
     """
     catalogue = read_catalogue()
-    defined = _list_defined(options.include_path)
-    own: list[str] = []
+    user_names = _list_user_tasks(options.include_path)
+    catalogued: list[str] = []
     others: list[str] = []
     for name in names:
-        if name in defined:
+        if name in user_names:
             others.append(name)
             continue
         members = GROUPS.get(name, (name,))
         for member in members:
-            (own if member in catalogue else others).append(member)
-    own = list(dict.fromkeys(own))
+            (catalogued if member in catalogue else others).append(member)
+    catalogued = list(dict.fromkeys(catalogued))
     # Check everything before data is read.
-    _check_options([catalogue[name][0] for name in own], options)
-    if not own:
+    _check_options([catalogue[name][0] for name in catalogued], options)
+    if not catalogued:
         return [], others
-    paths = {name: find_data(catalogue[name][0].data, options.data, options.folder) for name in own}
-    _check_needs({name: catalogue[name][0] for name in own}, paths, options)
+    paths = {
+        name: find_data(catalogue[name][0].data, options.data, options.folder)
+        for name in catalogued
+    }
+    _check_requirements({name: catalogue[name][0] for name in catalogued}, paths, options)
     # Read each data set once.
     rows: dict[str, TaskRows] = {}
-    for name in own:
+    for name in catalogued:
         data = catalogue[name][0].data
         path = paths[name]
         if data not in rows and path is not None:
             rows[data] = read_data(data, path)
     tasks = []
-    for name in own:
+    for name in catalogued:
         block, config = catalogue[name]
         tasks.append(_build_task(block, config, rows[block.data], options))
-    if options.judge is not None and any(catalogue[name][0].judge for name in own):
+    if options.judge is not None and any(catalogue[name][0].judge for name in catalogued):
         check_judge(options.judge)
     return tasks, others
 
 
 def _check_options(blocks: Sequence[TaskBlock], options: CatalogueOptions) -> None:
-    """Raise `ConfigError` for unknown data sets, and for a number of samples without effect."""
+    """Raise `ConfigError` for unknown data sets, and for an unused or invalid `num_samples`."""
     for name in options.data:
         if name not in DATA_SETS:
             known = ", ".join(sorted(DATA_SETS))
@@ -172,32 +176,32 @@ def _check_options(blocks: Sequence[TaskBlock], options: CatalogueOptions) -> No
         )
 
 
-def _list_defined(folders: Sequence[Path]) -> set[str]:
+def _list_user_tasks(folders: Sequence[Path]) -> set[str]:
     """Return the names of the tasks and groups in the user's task files."""
-    places = [str(folder.expanduser()) for folder in folders]
-    if not places:
+    paths = [str(folder.expanduser()) for folder in folders]
+    if not paths:
         return set()
     from lm_eval.tasks import TaskManager
 
     with silence_logs():
-        return set(TaskManager(include_path=list(places), include_defaults=False).all_tasks)
+        return set(TaskManager(include_path=list(paths), include_defaults=False).all_tasks)
 
 
-def _check_needs(
+def _check_requirements(
     blocks: Mapping[str, TaskBlock], paths: Mapping[str, Path | None], options: CatalogueOptions
 ) -> None:
-    """Raise `ConfigError` that names all data, permissions and judges that are missing."""
+    """Raise `ConfigError` with all missing data, permissions and judges."""
     problems = []
-    judged = [name for name, block in blocks.items() if block.judge]
-    if judged and options.judge is None:
+    judged_tasks = [name for name, block in blocks.items() if block.judge]
+    if judged_tasks and options.judge is None:
         problems.append(
-            f"{', '.join(judged)}: answers are graded by a judge; give an OpenAI-compatible "
+            f"{', '.join(judged_tasks)}: answers are graded by a judge; give an OpenAI-compatible "
             f"endpoint with --judge URL and --judge_model NAME, or leave the task out"
         )
-    coded = [name for name, block in blocks.items() if block.code]
-    if coded and not options.allow_code:
+    code_tasks = [name for name, block in blocks.items() if block.code]
+    if code_tasks and not options.allow_code:
         problems.append(
-            f"{', '.join(coded)}: programs that the model writes are run, in the sandbox of the "
+            f"{', '.join(code_tasks)}: programs that the model writes are run, in the sandbox of the "
             f"code reward (docs/code-reward.md); allow it with --allow_code, or leave the task out"
         )
     missing: dict[str, list[str]] = {}
@@ -205,10 +209,10 @@ def _check_needs(
         if path is None:
             missing.setdefault(blocks[name].data, []).append(name)
     for data, tasks in missing.items():
-        known = DATA_SETS[data]
+        data_set = DATA_SETS[data]
         problems.append(
             f"{', '.join(tasks)}: there is no data; give --data {data}=PATH, or put a copy in "
-            f"{options.folder / data} ({known.form}; published at {known.published})"
+            f"{options.folder / data} ({data_set.form}; published at {data_set.published})"
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -244,12 +248,12 @@ class ItemScoring:
     def __init__(self, name: str, by_subset: bool) -> None:
         self.name = name
         self.by_subset = by_subset
-        self.main = next(iter(SCORERS[name].metrics))
+        self.main_metric = next(iter(SCORERS[name].metrics))
 
     def __call__(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Metrics:
         metrics = SCORERS[self.name].function(doc, results)
-        if self.by_subset and doc["subset"] and self.main in metrics:
-            metrics[f"{self.main}_{doc['subset']}"] = metrics[self.main]
+        if self.by_subset and doc["subset"] and self.main_metric in metrics:
+            metrics[f"{self.main_metric}_{doc['subset']}"] = metrics[self.main_metric]
         return metrics
 
     def __repr__(self) -> str:
@@ -264,7 +268,7 @@ class ItemScoring:
 def _build_task(
     block: TaskBlock, template: Mapping[str, Any], rows: TaskRows, options: CatalogueOptions
 ) -> Any:
-    """Return a task as lm_eval's object."""
+    """Return a task as lm_eval's `ConfigurableTask`, with its data, prompt and scoring."""
     from copy import deepcopy
 
     from lm_eval.api.task import ConfigurableTask
@@ -287,15 +291,18 @@ def _build_task(
     config["repeats"] = repeats
     if config["output_type"] == "generate_until":
         if block.judge is not None and options.judge is not None:
-            step: dict[str, Any] = {"function": JudgeFilter(options.judge, QUESTIONS[block.judge])}
+            answer_filter: dict[str, Any] = {
+                "function": JudgeFilter(options.judge, QUESTIONS[block.judge])
+            }
         else:
-            step = {"function": "take_first_k", "k": repeats}
-        config["filter_list"] = [{"name": "none", "filter": [step]}]
+            answer_filter = {"function": "take_first_k", "k": repeats}
+        config["filter_list"] = [{"name": "none", "filter": [answer_filter]}]
     with silence_logs():
         return ConfigurableTask(config=config)
 
 
 def _count_samples(block: TaskBlock, scorer: TaskScorer, options: CatalogueOptions) -> int:
+    """Return the number of answers per item."""
     if options.num_samples is None or not scorer.samples:
         return block.samples
     return options.num_samples
@@ -304,28 +311,29 @@ def _count_samples(block: TaskBlock, scorer: TaskScorer, options: CatalogueOptio
 def _list_metrics(
     block: TaskBlock, scorer: TaskScorer, rows: TaskRows, repeats: int
 ) -> list[dict[str, Any]]:
+    """Return lm_eval's `metric_list` for a task with `repeats` answers per item."""
     metrics = scorer.list_metrics(repeats)
-    main = next(iter(scorer.metrics))
-    if block.by_subset and main in metrics:
+    main_metric = next(iter(scorer.metrics))
+    if block.by_subset and main_metric in metrics:
         for subset in sorted({item["subset"] for item in rows.items} - {""}):
-            metrics[f"{main}_{subset}"] = metrics[main]
-    listed = []
-    for name, higher in metrics.items():
+            metrics[f"{main_metric}_{subset}"] = metrics[main_metric]
+    entries = []
+    for name, is_rising in metrics.items():
         aggregation = scorer.aggregations.get(name, "mean")
-        listed.append({"metric": name, "aggregation": aggregation, "higher_is_better": higher})
-    return listed
+        entries.append({"metric": name, "aggregation": aggregation, "higher_is_better": is_rising})
+    return entries
 
 
 @contextmanager
 def silence_logs() -> Iterator[None]:
-    """Suppress the harness' warnings and progress bars; errors are raised anyway."""
+    """Suppress the warnings and progress bars of the harness. Exceptions are still raised."""
     names = ("lm_eval", "datasets", "huggingface_hub", "transformers")
     loggers = [logging.getLogger(name) for name in names]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

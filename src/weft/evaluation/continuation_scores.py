@@ -1,8 +1,8 @@
 """Log-probabilities of continuations, in packed batches that compute shared prefixes only once.
 
-A request is a context and a continuation. Requests with the same tokens are computed once. Sorted
-by their tokens, those with a common prefix (the examples of a few-shot prompt, or the question of
-several answers) come into the same batch.
+A request is a context and a continuation. Requests with the same tokens are computed once. Requests
+are sorted by their tokens, so that those with a common prefix (the examples of a few-shot prompt,
+or the question before several answers) are in the same batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.evaluation.models import EvaluatedModel
 
-# Limit on the tokens of one forward pass if shared prefixes count every time, as a multiple.
+# Limit on the tokens of one forward pass with all copies of shared prefixes, as a multiple of the
+# limit with each shared prefix counted once.
 MAX_REPEATS = 16
 Ids = list[int]
 TokenSequence = tuple[tuple[int, ...], int]  # (tokens, number of tokens of the context)
-Score = tuple[float, bool]  # (log-probability, whether greedy decoding gives the continuation)
+Score = tuple[float, bool]  # (log-probability, True if greedy decoding gives the continuation)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ScoredPair:
 
 
 class ContinuationScorer:
-    """Computes log-probabilities of continuations with a model.
+    """Scorer that computes log-probabilities of continuations with a model.
 
     `max_length` is the number of tokens of the model's context. `max_tokens` limits the tokens of
     one forward pass, in which shared prefixes count once.
@@ -52,7 +53,7 @@ class ContinuationScorer:
         finish: Callable[[int, Score], None],
         progress: Callable[[int, int], None],
     ) -> list[Score]:
-        """Return (log-probability, whether greedy decoding gives the continuation) of each pair.
+        """Return the score of each pair; see `Score`.
 
         `finish` is called with the index and result of each pair as soon as it is known, and
         `progress` with the numbers of finished and of all sequences. Raises `DataError` for a
@@ -73,10 +74,10 @@ class ContinuationScorer:
         return results
 
     def cut(self, pair: ScoredPair) -> TokenSequence:
-        """Return the tokens of a pair that the model's context has room for, the last ones.
+        """Return the tokens of a pair, cut at the start to fit into the model's context.
 
-        The last token is only a label, for which the context needs no room. Raises `DataError` for
-        a continuation without tokens, or one that exceeds the model's context.
+        The last token is only a label, and needs no room in the context. Raises `DataError` for a
+        continuation without tokens, or one that exceeds the model's context.
         """
         count = len(pair.continuation)
         if not 1 <= count <= self._max_length:
@@ -85,8 +86,8 @@ class ContinuationScorer:
                 f"the continuation {text!r} has {count} tokens, and {self._opened.name} scores "
                 f"1 to {self._max_length}; change the task"
             )
-        whole = (pair.context + pair.continuation)[-(self._max_length + 1) :]
-        return tuple(whole), len(whole) - count
+        tokens = (pair.context + pair.continuation)[-(self._max_length + 1) :]
+        return tuple(tokens), len(tokens) - count
 
     def _forward(self, batch: Sequence[TokenSequence]) -> list[Score]:
         """Return the score of each sequence, computed in one forward pass."""
@@ -106,9 +107,11 @@ class ContinuationScorer:
             max_tokens=sum(len(tokens) for tokens, _ in batch),
         )
         scores = []
-        for own, best in zip(output.sequences("logprobs"), output.sequences("top1"), strict=True):
-            logprob = to_host_array(own).astype(np.float64).sum()
-            scores.append((float(logprob), bool(to_host_array(best).all())))
+        for logprobs, is_likeliest in zip(
+            output.sequences("logprobs"), output.sequences("top1"), strict=True
+        ):
+            logprob = to_host_array(logprobs).astype(np.float64).sum()
+            scores.append((float(logprob), bool(to_host_array(is_likeliest).all())))
         return scores
 
 
@@ -117,37 +120,39 @@ def split_by_shared_tokens(
 ) -> Iterator[list[TokenSequence]]:
     """Yield batches of sequences, which must be sorted.
 
-    Tokens of a context that a sequence shares with its predecessor count once. A batch has at most
-    `max_tokens` such tokens, and at most `MAX_REPEATS` times as many tokens in total, unless a
+    Context tokens that a sequence shares with its predecessor count once. A batch has at most
+    `max_tokens` tokens counted like this, and at most `MAX_REPEATS * max_tokens` in total, unless a
     single sequence has more.
     """
     batch = list[TokenSequence]()
-    own = 0
+    num_distinct = 0
     total = 0
     for sequence in sequences:
         size = len(sequence[0])
         shared = count_common(batch[-1], sequence) if batch else 0
-        full = own + size - shared > max_tokens or total + size > MAX_REPEATS * max_tokens
-        if batch and full:
+        is_full = (
+            num_distinct + size - shared > max_tokens or total + size > MAX_REPEATS * max_tokens
+        )
+        if batch and is_full:
             yield batch
             batch = []
-            own = total = shared = 0
+            num_distinct = total = shared = 0
         batch.append(sequence)
-        own += size - shared
+        num_distinct += size - shared
         total += size
     if batch:
         yield batch
 
 
-def count_common(one: TokenSequence, other: TokenSequence) -> int:
-    """Return the number of tokens with which the contexts of two sequences both begin."""
-    most = min(one[1], other[1])
-    for index in range(most):
-        if one[0][index] != other[0][index]:
+def count_common(sequence: TokenSequence, other: TokenSequence) -> int:
+    """Return the length of the common prefix of two sequences' contexts, in tokens."""
+    max_common = min(sequence[1], other[1])
+    for index in range(max_common):
+        if sequence[0][index] != other[0][index]:
             return index
-    return most
+    return max_common
 
 
 def join_ids(parts: Iterable[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return the ids of all parts in one array."""
+    """Return the ids of all parts in one int64 array, [tokens]."""
     return np.concatenate([np.asarray(part, np.int64) for part in parts])

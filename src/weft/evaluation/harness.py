@@ -1,9 +1,9 @@
-"""Models of weft as models of lm-evaluation-harness.
+"""Adapter that lets lm-evaluation-harness evaluate models of weft.
 
-The harness asks for log-likelihoods of texts and for greedy or sampled continuations. Both are
-computed by the engine of an opened model: log-likelihoods by the packed scorer, in batches of
-sequences that share the prefixes of their prompts, and continuations by the batch generator. Texts
-are converted to tokens exactly as in the harness' own backend `hf`, so that results agree.
+The harness requests log-likelihoods of texts, and greedy or sampled continuations. The engine of an
+opened model computes both: log-likelihoods with the packed scorer, in batches of sequences with
+shared prefixes, and continuations with the batch generator. Texts are converted to tokens exactly
+as in the harness' own backend `hf`, so that results agree.
 
 This module imports lm_eval, which is part of the extra `eval`.
 """
@@ -32,9 +32,9 @@ from weft.evaluation.models import EvaluatedModel
 
 # Default limit on the tokens of one forward pass, in which shared prefixes count once.
 MAX_TOKENS = 16384
-MAX_NEW_TOKENS = 256  # tokens of a continuation if the task gives no number, as in `hf`
-# Options of generation that weft lacks, with the values that have no effect.
-NEUTRAL: Mapping[str, Sequence[Any]] = {
+MAX_NEW_TOKENS = 256  # default maximum of tokens of a continuation, as in `hf`
+# Options of generation that weft does not support, with the values that disable them.
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "repetition_penalty": (1, 1.0),
@@ -71,7 +71,7 @@ class WeftLM(TemplateLM):
         self.max_length = opened.context or resolve_max_length(None, self.tokenizer)
         self._scorer = ContinuationScorer(opened, self.max_length, max_tokens)
         self._seed = seed
-        self._show = progress or (lambda kind, done, total: None)
+        self._report_progress = progress or (lambda kind, done, total: None)
 
     # -- tokens
 
@@ -82,7 +82,7 @@ class WeftLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before a text without context: BOS, or EOS if there is no BOS."""
+        """Id of the token used as context if a text has none: BOS, or EOS if there is no BOS."""
         bos = self.opened.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
@@ -99,22 +99,22 @@ class WeftLM(TemplateLM):
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool | None = None) -> list[Ids]:
         """Return the token ids of each text, as `tok_encode` does."""
-        begins = self.tokenizer.decode(self.prefix_token_id)
+        prefix = self.tokenizer.decode(self.prefix_token_id)
         options: list[dict[str, bool]] = []
         for text in texts:
             if add_special_tokens is not None:
                 options.append({"add_special_tokens": add_special_tokens})
-            elif text.startswith(begins):
+            elif text.startswith(prefix):
                 options.append({"add_special_tokens": False})
             else:
                 options.append({})
         ids = list[Ids]([[]] * len(texts))
         for option in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
-            places = [place for place, own in enumerate(options) if own == option]
-            if places:
-                encoded = self.tokenizer([texts[place] for place in places], **option)["input_ids"]
-                for place, own in zip(places, encoded, strict=True):
-                    ids[place] = list(own)
+            indices = [index for index in range(len(texts)) if options[index] == option]
+            if indices:
+                encoded = self.tokenizer([texts[index] for index in indices], **option)["input_ids"]
+                for index, text_ids in zip(indices, encoded, strict=True):
+                    ids[index] = list(text_ids)
         return ids
 
     def apply_chat_template(
@@ -128,9 +128,9 @@ class WeftLM(TemplateLM):
         try:
             return self._render(chat_history, add_generation_prompt)
         except jinja2.TemplateError:
-            rest = [message for message in chat_history if message["role"] != "system"]
+            messages = [message for message in chat_history if message["role"] != "system"]
         try:
-            return self._render(rest, add_generation_prompt)
+            return self._render(messages, add_generation_prompt)
         except jinja2.TemplateError as error:
             raise DataError(
                 f"the chat template of {self.opened.name} rejects a prompt of this task: {error}; "
@@ -138,14 +138,14 @@ class WeftLM(TemplateLM):
             ) from error
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        ends = {"add_generation_prompt": add_generation_prompt}
-        ends["continue_final_message"] = not add_generation_prompt
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ends))
+        options = {"add_generation_prompt": add_generation_prompt}
+        options["continue_final_message"] = not add_generation_prompt
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     # -- log-likelihoods
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Score]:
-        """Return (log-probability, whether greedy decoding gives it) of each continuation.
+        """Return the score of each continuation; see `continuation_scores.Score`.
 
         The arguments of a request are the texts of the context and of the continuation. Raises
         `DataError` for a continuation without tokens, or one that exceeds the model's context.
@@ -159,7 +159,7 @@ class WeftLM(TemplateLM):
         """Return the log-probability of each text, whose only context is BOS.
 
         A text that exceeds the model's context is divided into windows, so that each token is
-        predicted once, and from as many tokens as the context has.
+        predicted once, with as much context as possible.
         """
         texts = [request.args for request in requests]
         pairs = list[ScoredPair]()
@@ -184,35 +184,35 @@ class WeftLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], Ids, Ids]], **kwargs: Any
     ) -> list[Score]:
-        """Return (log-probability, whether greedy) of encoded requests; see `loglikelihood`."""
+        """Return the scores of encoded requests; see `loglikelihood`."""
         pairs = [ScoredPair(context, continuation) for _, context, continuation in requests]
         return self._score(pairs, "loglikelihood")
 
     def _encode_pairs(self, texts: Sequence[tuple[str, str]]) -> list[ScoredPair]:
         """Return the tokens of pairs (context, continuation).
 
-        The tokens of a continuation are those that it adds to its context; spaces at the end of the
-        context belong to the continuation. An empty context becomes BOS.
+        The context is encoded without spaces at its end. The continuation has the other tokens of
+        the whole text, so such spaces belong to the continuation. An empty context becomes BOS.
         """
         # Each text is encoded once: the choices of a question have the same context.
-        heads = [context.rstrip() for context, _ in texts]
-        wholes = [context + continuation for context, continuation in texts]
-        unique = dict.fromkeys(
+        contexts = [context.rstrip() for context, _ in texts]
+        full_texts = [context + continuation for context, continuation in texts]
+        unique_texts = dict.fromkeys(
             text
-            for (context, _), head, whole in zip(texts, heads, wholes, strict=True)
+            for (context, _), stripped, full_text in zip(texts, contexts, full_texts, strict=True)
             if context
-            for text in (head, whole)
+            for text in (stripped, full_text)
         )
-        known = dict(zip(unique, self._encode(list(unique)), strict=True))
-        alone = [continuation for context, continuation in texts if not context]
-        first = iter(self._encode(alone, add_special_tokens=False))
+        ids_by_text = dict(zip(unique_texts, self._encode(list(unique_texts)), strict=True))
+        without_context = [continuation for context, continuation in texts if not context]
+        ids_without_context = iter(self._encode(without_context, add_special_tokens=False))
         pairs = []
-        for (context, _), head, whole in zip(texts, heads, wholes, strict=True):
+        for (context, _), stripped, full_text in zip(texts, contexts, full_texts, strict=True):
             if context:
-                ids = known[head]
-                pair = ScoredPair(ids, known[whole][len(ids) :])
+                ids = ids_by_text[stripped]
+                pair = ScoredPair(ids, ids_by_text[full_text][len(ids) :])
             else:
-                pair = ScoredPair([], next(first))
+                pair = ScoredPair([], next(ids_without_context))
             if not pair.context:
                 pair = self._add_prefix(pair.continuation)
             pairs.append(pair)
@@ -230,21 +230,23 @@ class WeftLM(TemplateLM):
         kind: str,
         texts: Sequence[tuple[str, str]] | None = None,
     ) -> list[Score]:
-        """Return (log-probability, whether greedy) for each pair.
+        """Return the score of each pair.
 
         `kind` names the requests for the progress bar. If `texts` has the texts of the pairs,
         results are written to the harness' cache as soon as they are known.
         """
 
-        def keep(index: int, score: Score) -> None:
+        def store_score(index: int, score: Score) -> None:
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts[index], score)
 
-        return self._scorer.score(pairs, keep, lambda done, total: self._show(kind, done, total))
+        return self._scorer.score(
+            pairs, store_score, lambda done, total: self._report_progress(kind, done, total)
+        )
 
     def check_requests(self, requests: Sequence[Any]) -> None:
         """Raise `DataError` if the model cannot score one of these requests, of any kind."""
-        texts = [each.args for each in requests if each.request_type == "loglikelihood"]
+        texts = [request.args for request in requests if request.request_type == "loglikelihood"]
         for pair in self._encode_pairs(texts):
             self._scorer.cut(pair)
 
@@ -254,19 +256,20 @@ class WeftLM(TemplateLM):
         """Return the continuation of each context, without the text at which it stops.
 
         The arguments of a request are the text of the context and options of generation. Raises
-        `ConfigError` for options that weft lacks, and if they leave no room for the context.
+        `ConfigError` for options that weft does not support, and if they leave no room for the
+        context.
         """
         texts = [request.args for request in requests]
         specs = [self.read_generation(options) for _, options in texts]
         prompts = self._encode_prompts([context for context, _ in texts])
-        own = list[Request]()
+        generation_requests = list[Request]()
         for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
-            room = self.max_length - spec.new_token_limit
-            own.append(Request(str(index), 0, prompt[-room:], sampling=spec))
-        if not own:
+            max_prompt = self.max_length - spec.new_token_limit
+            generation_requests.append(Request(str(index), 0, prompt[-max_prompt:], sampling=spec))
+        if not generation_requests:
             return []
-        tokens = [list[int]() for _ in own]
-        results = [""] * len(own)
+        tokens = [list[int]() for _ in generation_requests]
+        results = [""] * len(generation_requests)
         done = 0
         base = replace(
             specs[0],
@@ -274,7 +277,7 @@ class WeftLM(TemplateLM):
             tokenizer=self.opened.tokenizer,
         )
         with self.opened.engine.generating(base) as generator:
-            generator.submit(own)
+            generator.submit(generation_requests)
             while not generator.idle:
                 for event in generator.step():
                     index = int(event.id)
@@ -283,54 +286,53 @@ class WeftLM(TemplateLM):
                         results[index] = self._decode(tokens[index], texts[index][1])
                         self.cache_hook.add_partial("generate_until", texts[index], results[index])
                         done += 1
-                        self._show("generate_until", done, len(own))
+                        self._report_progress("generate_until", done, len(generation_requests))
         return results
 
     def read_generation(self, options: Mapping[str, Any]) -> GenerationSpec:
         """Return the settings of sampling for a task's options of generation.
 
-        Raises `ConfigError` for an option that weft lacks, for an invalid value, and if the number
-        of new tokens leaves no room for a context.
+        Raises `ConfigError` for an option that weft does not support, for an invalid value, and if
+        the number of new tokens leaves no room for a context.
         """
         values = _normalize_options(options)
         count = values.pop("max_gen_toks")
         stops = self._list_stops(values.pop("until"))
-        sampled = values.pop("do_sample")
+        is_sampled = values.pop("do_sample")
         values = select_sampling_options(values)
         if not 0 < count < self.max_length:
             raise ConfigError(
                 f"generation option max_gen_toks={count}: must be less than the {self.max_length} "
                 f"tokens of the context of {self.opened.name}; set --gen_kwargs max_gen_toks=..."
             )
-        if sampled and not values.get("temperature"):
+        if is_sampled and not values.get("temperature"):
             raise ConfigError(
                 "generation option do_sample=true needs a temperature above 0; set it with "
                 "--gen_kwargs do_sample=true,temperature=1"
             )
-        how: dict[str, Any] = values if sampled else {"greedy": True}
+        sampling: dict[str, Any] = values if is_sampled else {"greedy": True}
         stop_ids = list(dict.fromkeys([self.eot_token_id, *self.opened.tokenizer.model_stops]))
         return GenerationSpec(
-            max_new_tokens=count, stop=stops, stop_ids=stop_ids, seed=self._seed, **how
+            max_new_tokens=count, stop=stops, stop_ids=stop_ids, seed=self._seed, **sampling
         )
 
     def _list_stops(self, until: str | list[str] | None) -> list[str]:
-        """Return the texts that end a continuation: those of a task, and the end token."""
+        """Return the stop texts of a continuation: those of the task, and the end token."""
         end = self.tokenizer.decode(self.eot_token_id)
         return [text for text in handle_stop_sequences(until, end) if text]
 
     def _encode_prompts(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of prompts; BOS is not added to a text that begins with it."""
-        begins = self.tokenizer.bos_token
+        bos = self.tokenizer.bos_token
         ids = list[Ids]()
         for text in texts:
-            own = begins is not None and text.startswith(begins)
-            ids += self.tokenizer([text], **({"add_special_tokens": False} if own else {}))[
-                "input_ids"
-            ]
+            has_bos = bos is not None and text.startswith(bos)
+            options = {"add_special_tokens": False} if has_bos else {}
+            ids += self.tokenizer([text], **options)["input_ids"]
         return ids
 
     def _decode(self, ids: Ids, options: Mapping[str, Any]) -> str:
-        """Return the text of a continuation up to the first of the texts that end it."""
+        """Return the text of a continuation up to the first stop text."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         until = options.get("until")
         stops = self._list_stops(list(until) if isinstance(until, list) else until)
@@ -361,13 +363,13 @@ def _normalize_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def select_sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of sampling, without options that have no effect.
 
-    Raises `ConfigError` for an option that weft lacks.
+    Raises `ConfigError` for an option that weft does not support.
     """
     chosen = {}
     for name, value in options.items():
         if name in SAMPLING:
             chosen[name] = value
-        elif value not in NEUTRAL.get(name, ()):
+        elif value not in UNSUPPORTED.get(name, ()):
             raise ConfigError(
                 f"generation option {name}={value!r}: weft does not generate with it; take it out "
                 f"of the task's generation_kwargs, or override it with --gen_kwargs"

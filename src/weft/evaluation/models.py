@@ -1,6 +1,6 @@
-"""Loading of models outside a run, for sampling or scoring.
+"""Loading of models outside of a run, for sampling or scoring.
 
-As in weft's commands, a model is given as a directory, an adapter, a run or a hub name.
+As in weft's commands, a model is a directory, an adapter, a run or a hub name.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from weft.engine.base import Engine, Request
     from weft.engine.spec import GenerationSpec
 
-SCORED = (
-    *config_file.SCORE_ARCHITECTURES,
-    "ForTokenClassification",
-)  # architectures that give scores, not text
+# Parts of the names of architectures that compute scores instead of text.
+SCORING_ARCHITECTURES = (*config_file.SCORE_ARCHITECTURES, "ForTokenClassification")
 
 
 class AnsweredToken(Protocol):
-    """Token of a generated continuation; `finish` is not None for the last one."""
+    """Token of a generated continuation; `finish` is not None for the last token."""
 
     @property
     def id(self) -> str: ...
@@ -44,7 +42,7 @@ class AnsweredToken(Protocol):
 
 
 class AnswerGenerator(Protocol):
-    """The methods of `engine.base.Generator` that evaluation tasks need."""
+    """Part of `engine.base.Generator` that evaluation tasks need."""
 
     def submit(self, requests: Sequence[Request]) -> None: ...
     def step(self) -> Sequence[AnsweredToken]: ...
@@ -53,9 +51,10 @@ class AnswerGenerator(Protocol):
 
 
 class AnsweringEngine(Protocol):
-    """The methods of `engine.base.Engine` that evaluation tasks need.
+    """Part of `engine.base.Engine` that evaluation tasks need.
 
-    An engine of this process has them, and so has the stand-in for the engines of a run.
+    Engines of this process implement it, and so does `run_suite.RunEngine`, which uses the engines
+    of a run.
     """
 
     def forward(
@@ -67,7 +66,7 @@ class AnsweringEngine(Protocol):
 
 
 class EvaluatedModel(Protocol):
-    """Model that can be evaluated on tasks; the attributes are those of `OpenedModel`."""
+    """Model that can be evaluated on tasks; see `OpenedModel` for the attributes."""
 
     @property
     def engine(self) -> AnsweringEngine: ...
@@ -133,16 +132,17 @@ def open_scorer(spec: ModelSpec) -> OpenedModel:
         raise CheckpointError(
             f"{path} is an adapter; merge it into its reward model first: weft convert merge"
         )
-    kinds = _read_architectures(path)
-    if kinds and not is_scorer(path):
+    architectures = _read_architectures(path)
+    if architectures and not is_scorer(path):
         raise CheckpointError(
-            f"{path} is not a reward model ({kinds[0]} has no score head); train one with weft "
+            f"{path} is not a reward model ({architectures[0]} has no score head); train one with weft "
             f"quickstart rw"
         )
     return _open(spec.with_head("score", trained=False), None)
 
 
 def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
+    """Open the model at `spec.path`, without merging the adapter."""
     from weft.checkpoints import hf_io
     from weft.engine.backends.auto import choose_backend
     from weft.registry import backends
@@ -170,7 +170,7 @@ def load_policy_tokenizer(spec: ModelSpec) -> Tokenizer:
 
 
 def _find_prefix_tokenizer(spec: ModelSpec) -> ModelSpec:
-    """Return the spec in which a trained prefix without a tokenizer has that of its base model."""
+    """Return the spec; a trained prefix without a tokenizer gets that of its base model."""
     prefix = read_prefix(str(spec.path))
     if prefix is None or _has_tokenizer(Path(str(spec.path))) or spec.tokenizer.path is not None:
         return spec
@@ -207,15 +207,15 @@ def _read_architectures(path: str) -> list[str]:
 
     if _find_adapter(path):
         return []
-    return [str(each) for each in hf_io.read_raw(path).get("architectures") or []]
+    return [str(name) for name in hf_io.read_raw(path).get("architectures") or []]
 
 
 def check_generates_text(path: str) -> None:
     """Raise `CheckpointError` if the model at `path` has a score head and so cannot generate text."""
-    for each in _read_architectures(path):
-        if any(name in each for name in SCORED):
+    for architecture in _read_architectures(path):
+        if any(part in architecture for part in SCORING_ARCHITECTURES):
             raise CheckpointError(
-                f"{path} is a reward or value model ({each}): it gives scores, not text; name an "
+                f"{path} is a reward or value model ({architecture}): it gives scores, not text; name an "
                 f"actor"
             )
 
@@ -256,10 +256,10 @@ def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
             f"--base"
         )
     if _has_tokenizer(adapter):
-        own = TokenizerSpec(path=str(adapter))
+        tokenizer = TokenizerSpec(path=str(adapter))
     else:
-        own = model.tokenizer
-    return replace(model, path=str(base), tokenizer=own)
+        tokenizer = model.tokenizer
+    return replace(model, path=str(base), tokenizer=tokenizer)
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
@@ -276,9 +276,9 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     from weft.models.network.linear import find_canonical_values
     from weft.topology import build_whole_slice
 
-    stored = hf_io.ParameterReader(hf_io.resolve(base), "lm").dtype
+    stored_dtype = hf_io.ParameterReader(hf_io.resolve(base), "lm").dtype
     network = peft_io.load_adapted(
-        base, adapter, "lm", torch.promote_types(stored, torch.float32), exact=True
+        base, adapter, "lm", torch.promote_types(stored_dtype, torch.float32), exact=True
     )
     if network.config != hf_io.read_config(base)[1]:
         raise CheckpointError(

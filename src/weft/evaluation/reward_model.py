@@ -1,4 +1,4 @@
-"""Evaluation of a reward model: how well its scores agree with rankings of replies by people.
+"""Evaluation of a reward model: agreement of its scores with rankings of replies by people.
 
 The results are the accuracy and Kendall's tau, over all rows and by category.
 """
@@ -19,8 +19,8 @@ from weft.errors import ConfigError, DataError
 from weft.evaluation.models import OpenedModel
 from weft.registry import datasets
 
-ORDERED = ("preference", "paired_comparison", "ranking")
-IDS_AT_ONCE = 32
+ORDERED_TYPES = ("preference", "paired_comparison", "ranking")  # dataset types with ranked replies
+MAX_IDS_PER_PASS = 32
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PairCounts:
     right: int
     wrong: int
     tied: int
-    gap: float  # mean score of the best-ranked replies minus mean score of the worst-ranked
+    gap: float
 
     @property
     def num_pairs(self) -> int:
@@ -77,11 +77,17 @@ class AgreementSummary:
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
         gaps = np.array([group.gap for group in groups])
         accuracy = float(right.sum() / pairs.sum())
-        spread = np.sqrt(((right - accuracy * pairs) ** 2).sum()) / pairs.sum()
-        best = float((gaps > 0).mean())
+        error = np.sqrt(((right - accuracy * pairs) ** 2).sum()) / pairs.sum()
+        best_accuracy = float((gaps > 0).mean())
         tau = float(((right - wrong) / pairs).mean())
         return cls(
-            len(groups), int(pairs.sum()), accuracy, float(spread), best, tau, float(gaps.mean())
+            rows=len(groups),
+            pairs=int(pairs.sum()),
+            accuracy=accuracy,
+            error=float(error),
+            best_accuracy=best_accuracy,
+            kendalltau=tau,
+            margin=float(gaps.mean()),
         )
 
 
@@ -103,10 +109,10 @@ def evaluate(
     messages. `progress` is called with the number of scored rows and the number of all rows. Raises
     `ConfigError` for a type without ordered replies, and `DataError` for rows that cannot be used.
     """
-    if kind not in ORDERED:
+    if kind not in ORDERED_TYPES:
         raise ConfigError(
             f"--type {kind}: a reward model is evaluated on ordered replies; use "
-            f"{', '.join(ORDERED)}"
+            f"{', '.join(ORDERED_TYPES)}"
         )
     # Read and tokenize the rows.
     dataset_class: type[TableDataset] = datasets.get(kind)
@@ -119,20 +125,20 @@ def evaluate(
         **(args or {}),
     ).table
     categories = _read_categories(path, split, category)
-    # Score them in batches, and compare the scores within each row.
+    # Score the rows in batches, and compare the scores within each row.
     groups = list[PairCounts]()
-    for start in range(0, len(table), IDS_AT_ONCE):
-        indices = range(start, min(start + IDS_AT_ONCE, len(table)))
+    for start in range(0, len(table), MAX_IDS_PER_PASS):
+        indices = range(start, min(start + MAX_IDS_PER_PASS, len(table)))
         batch = table.take(indices)
-        out = opened.engine.forward(batch, frozenset({"scores"}))
-        scores = to_host_array(out.data["scores"]).astype(np.float64)
-        owner = batch.group_of("rank")
-        rank = to_host_array(batch.data["rank"])
-        comparison = to_host_array(batch.data["comparison"])
-        for place, index in enumerate(indices):
-            at = owner == place
-            group = categories[int(table.rows[index])] if categories else ""
-            groups += _count_pairs(group, scores[at], rank[at], comparison[at])
+        output = opened.engine.forward(batch, frozenset({"scores"}))
+        scores = to_host_array(output.data["scores"]).astype(np.float64)
+        row_indices = batch.group_of("rank")
+        ranks = to_host_array(batch.data["rank"])
+        comparisons = to_host_array(batch.data["comparison"])
+        for index_in_batch, index in enumerate(indices):
+            in_row = row_indices == index_in_batch
+            row_category = categories[int(table.rows[index])] if categories else ""
+            groups += _count_pairs(row_category, scores[in_row], ranks[in_row], comparisons[in_row])
         if progress is not None:
             progress(indices[-1] + 1, len(table))
     if not groups:
@@ -143,22 +149,27 @@ def evaluate(
 def _count_pairs(
     category: str,
     scores: npt.NDArray[np.float64],
-    rank: npt.NDArray[np.int64],
-    comparison: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    comparisons: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
     """Return a list with the pair counts of one row, or an empty list if the row has no pairs.
 
     A pair consists of two replies of the same comparison that differ in rank. The three arrays have
-    one element per reply: its score, its rank (0 is the best), and the index of its comparison.
+    one element per reply, [replies]: its score, its rank (0 is the best), and the index of its
+    comparison.
     """
-    better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
-    if not better.any():
+    is_better = (ranks[:, None] < ranks[None, :]) & (comparisons[:, None] == comparisons[None, :])
+    if not is_better.any():
         return []
-    gap = (scores[:, None] - scores[None, :])[better]
-    ends = scores[rank == rank.min()].mean() - scores[rank == rank.max()].mean()
+    gaps = (scores[:, None] - scores[None, :])[is_better]
+    end_gap = scores[ranks == ranks.min()].mean() - scores[ranks == ranks.max()].mean()
     return [
         PairCounts(
-            category, int((gap > 0).sum()), int((gap < 0).sum()), int((gap == 0).sum()), float(ends)
+            category,
+            int((gaps > 0).sum()),
+            int((gaps < 0).sum()),
+            int((gaps == 0).sum()),
+            float(end_gap),
         )
     ]
 
@@ -176,8 +187,10 @@ def _read_categories(path: str, split: str | None, column: str | None) -> list[s
             rows.append(row)
     values = [None if isinstance(row, UnreadableRow) else row.get(column) for row in rows]
     if all(value is None for value in values):
-        known = sorted({str(key) for row in rows if isinstance(row, Mapping) for key in row})
-        raise DataError(f"{path}: no row has a column {column!r}; the rows have {', '.join(known)}")
+        columns = sorted({str(key) for row in rows if isinstance(row, Mapping) for key in row})
+        raise DataError(
+            f"{path}: no row has a column {column!r}; the rows have {', '.join(columns)}"
+        )
     return ["none" if value is None else str(value) for value in values]
 
 

@@ -1,11 +1,11 @@
 """Evaluation of the model that a run trains, on tasks: the option `eval_suite`.
 
-The requests of the tasks are answered by the engines of the run with their current weights, in the
-run's own layouts: by the calls of the graph `Experiment.eval_suite`. Options, checks, prompts,
-scores and result files are those of `weft eval suite`. The files are in `eval/stepN` of the run's
-directory, so that `weft eval table` shows them as results of RUN@stepN.
+The engines of the run answer the requests of the tasks with their current weights and layouts, in
+calls of the graph `Experiment.eval_suite`. Options, checks, prompts, scores and result files are
+the same as for `weft eval suite`. The files are in `eval/stepN` of the run's directory, so that
+`weft eval table` shows them as results of RUN@stepN.
 
-This module imports lm_eval when a function needs it.
+lm_eval is imported only when a function needs it.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from weft.runtime.hosts import HostGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.store import TensorStore
 
-# Resamples for standard errors of metrics that are not means. `weft eval suite` takes 100,000,
-# which takes longer than the evaluation of a small model.
+# Resamples for standard errors of metrics that are not means. With the 100,000 of
+# `weft eval suite`, this would take longer than the evaluation of a small model.
 BOOTSTRAP_ITERS = 1000
 NO_FILTER = "none"
-MOST_FIGURES = 6  # figures in the line about an evaluation
-FLAGS = ("allow_code", "apply_chat_template")  # options without a value on the command line
+MAX_FIGURES = 6  # maximum figures in the log line about an evaluation
+SWITCHES = ("allow_code", "apply_chat_template")  # options without a value on the command line
 
 
 @dataclass(frozen=True)
 class PreparedSuite:
-    """Tasks of a run, which are loaded and checked, and how they are evaluated.
+    """Loaded and checked tasks of a run, with the options of their evaluation.
 
     Attributes:
-        loaded: The tasks.
+        loaded: Tasks with their data.
         options: Options of the evaluation.
         tokenizer: Tokenizer of the evaluated role.
         context: Maximum number of tokens of a sequence, or None if it is unknown.
@@ -85,7 +85,7 @@ class PreparedSuite:
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model that a run trains, as an `EvaluatedModel`. `path` is a name, such as RUN@step4."""
+    """Model that a run trains; implements `EvaluatedModel`. `path` is a name such as RUN@step4."""
 
     engine: AnsweringEngine
     tokenizer: Tokenizer
@@ -106,9 +106,9 @@ def prepare_suite(
 ) -> PreparedSuite | None:
     """Return the tasks of the option `eval_suite`, or None if it is not set.
 
-    Everything is checked that needs no weights. Raises `UserError` if lm_eval is missing, for an
-    unknown task, for missing data, permissions or a judge, and for options that a task or the model
-    does not allow. Messages name the options of the run.
+    Checks everything that can be checked without weights. Raises `UserError` if lm_eval is missing,
+    for an unknown task, for missing data, permissions or a judge, and for options that a task or
+    the model does not allow. Messages name the options of the run.
     """
     if experiment.eval_suite is None:
         return None
@@ -150,30 +150,31 @@ def _build_catalogue_options(spec: EvalSuiteSpec) -> CatalogueOptions:
 
 
 def _build_options(experiment: Experiment) -> SuiteOptions:
+    """Return the options of the evaluation from those of the run."""
     spec = experiment.control.eval_suite
-    multiturn = spec.fewshot_as_multiturn
+    as_multiturn = spec.fewshot_as_multiturn
     assert experiment.eval_suite is not None, "eval_suite is set"
-    score = experiment.eval_suite.graph.list_model_calls()[0]
-    ranks = experiment.call_meshes[EVALUATION + score.name].layout.data
+    score_call = experiment.eval_suite.graph.list_model_calls()[0]
+    num_ranks = experiment.call_meshes[EVALUATION + score_call.name].layout.data
     return SuiteOptions(
         limit=spec.limit,
         num_fewshot=spec.num_fewshot,
         apply_chat_template=spec.apply_chat_template,
-        fewshot_as_multiturn=spec.apply_chat_template if multiturn is None else multiturn,
+        fewshot_as_multiturn=spec.apply_chat_template if as_multiturn is None else as_multiturn,
         system_instruction=spec.system_instruction,
         gen_kwargs=spec.gen_kwargs,
         log_samples=spec.log_samples,
         seed=spec.seed,
         bootstrap_iters=BOOTSTRAP_ITERS,
-        max_tokens=ranks * (spec.batch or experiment.control.max_tokens_per_microbatch),
+        max_tokens=num_ranks * (spec.batch or experiment.control.max_tokens_per_microbatch),
     )
 
 
 @contextmanager
 def _name_run_options(role: str) -> Iterator[None]:
-    """Replace flags of `weft eval suite` in messages by the options of the run.
+    """Replace flags of `weft eval suite` in error messages with the options of the run.
 
-    Errors of data stay errors of data.
+    If the message changes, a `DataError` is raised for a `DataError`, else a `ConfigError`.
     """
     try:
         yield
@@ -185,7 +186,7 @@ def _name_run_options(role: str) -> Iterator[None]:
 
 
 def replace_flags(text: str, role: str) -> str:
-    """Return a message about flags of `weft eval suite` with the options of a run in their place.
+    """Replace the flags of `weft eval suite` in a message with the options of a run.
 
     For example, `--num_fewshot 5` becomes `eval_suite.num_fewshot=5`. `role` is the evaluated role.
     """
@@ -194,11 +195,11 @@ def replace_flags(text: str, role: str) -> str:
     # options that take a list
     text = re.sub(r"--tasks (\S+,[^\s;:]+)", r"eval_suite.tasks=[\1]", text)
     text = re.sub(r"--include_path (\S+):", r"eval_suite.include_path=[\1]:", text)
-    text = re.sub(rf"--({'|'.join(FLAGS)})\b", r"eval_suite.\1=true", text)
+    text = re.sub(rf"--({'|'.join(SWITCHES)})\b", r"eval_suite.\1=true", text)
     # mappings, such as --data gsm8k=PATH or --gen_kwargs do_sample=true,temperature=1
     text = re.sub(
         r"--(data|gen_kwargs) (\w+=[^\s;,]+(?:,\w+=[^\s;,]+)*)",
-        lambda flag: " ".join(f"eval_suite.{flag[1]}.{each}" for each in flag[2].split(",")),
+        lambda flag: " ".join(f"eval_suite.{flag[1]}.{item}" for item in flag[2].split(",")),
         text,
     )
     # options with a number or a word in capitals, and options without a value
@@ -207,7 +208,7 @@ def replace_flags(text: str, role: str) -> str:
 
 
 class _SilencedStream:
-    """Output stream that ignores what one thread writes, and passes on everything else."""
+    """Output stream that ignores the writes of one thread, and passes on all others."""
 
     def __init__(self, stream: TextIO, thread: int) -> None:
         self._stream = stream
@@ -224,9 +225,9 @@ class _SilencedStream:
 
 @contextmanager
 def silence_thread() -> Iterator[None]:
-    """Ignore what this thread prints: bars and messages of lm_eval.
+    """Ignore the output of this thread: progress bars and messages of lm_eval.
 
-    The run's own display is drawn by another thread meanwhile, which must find the real stream.
+    Other threads, such as the one that draws the run's display, still write to the real streams.
     """
     thread = threading.get_ident()
     out = cast(TextIO, _SilencedStream(sys.stdout, thread))
@@ -239,10 +240,10 @@ def silence_thread() -> Iterator[None]:
 
 
 class RunEngine:
-    """Stand-in for the engines of a run's role, which answers requests with two calls of the run.
+    """Engine that answers requests with two calls of a run: one scores texts, one generates.
 
-    It implements `AnsweringEngine`. `step` is the number of completed train steps. No other call
-    may be running.
+    It implements `AnsweringEngine` for the role that the run trains. `step` is the number of
+    completed train steps. While a method runs, no other call of the run may be running.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class RunEngine:
 
     def _run(self, call: MFCDef, batch: SequenceSample, keys: Sequence[str]) -> SequenceSample:
         """Run a call on a batch and return its outputs."""
-        # with a prefix, since the run's own rows can have the same ids
+        # The prefix makes the ids different from those of the run's rows.
         ids = tuple(f"{EVALUATION}{call.name}/{id}" for id in batch.ids)
         metas = TensorStore()
         metas.put(self._group.put(replace(batch, ids=ids)))
@@ -356,7 +357,7 @@ class RunSuite:
         self._figures: list[TaskFigure] = []  # of the last evaluation
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate on all tasks, and return the metrics.
+        """Evaluate the current weights on all tasks, and return the metrics.
 
         `step` is the number of completed train steps. Results of an earlier evaluation of this step
         are replaced. The metrics are `eval/TASK/METRIC` or, for metrics after a filter with a name,
@@ -372,7 +373,7 @@ class RunSuite:
         def evaluate(folder: Path) -> None:
             results.update(suite.evaluate(model, prepared.loaded, prepared.options, folder)[0])
 
-        # lm_eval must not fork this process, which holds models, for its resamples.
+        # Keeps lm_eval from forking this process, which holds models, to draw resamples.
         in_process = mock.patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
         with _name_run_options(self._engine.role), silence_thread(), in_process:
             write_directory(self._folder / f"step{step}", evaluate)
@@ -380,7 +381,7 @@ class RunSuite:
         return {name_metric(figure): figure.value for figure in self._figures}
 
     def describe(self) -> str:
-        """Return a line that shows figures of the last evaluation."""
+        """Return a log line with figures of the last evaluation."""
         return f"eval_suite, step {self._engine.step}: {format_figures(self._figures)}"
 
     def truncate(self, step: int) -> None:
@@ -402,11 +403,11 @@ def name_metric(figure: TaskFigure) -> str:
 def format_figures(figures: Sequence[TaskFigure]) -> str:
     """Return the first figures with their standard errors, and the number of others."""
     parts = []
-    for figure in figures[:MOST_FIGURES]:
+    for figure in figures[:MAX_FIGURES]:
         filtered = "" if figure.filter == NO_FILTER else f" ({figure.filter})"
         error = "" if figure.error is None else f" ± {format_number(figure.error)}"
         value = format_number(figure.value)
         parts.append(f"{figure.task} {figure.metric}{filtered} {value}{error}")
-    if len(figures) > MOST_FIGURES:
-        parts.append(f"and {len(figures) - MOST_FIGURES} others in metrics.jsonl")
+    if len(figures) > MAX_FIGURES:
+        parts.append(f"and {len(figures) - MAX_FIGURES} others in metrics.jsonl")
     return ", ".join(parts)

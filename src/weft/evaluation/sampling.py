@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.observe.eval_statistics import ScoredItems, compute_interval
 
-USUAL_COUNTS = (10, 100)  # values of k in the literature, beside the powers of two
+COMMON_COUNTS = (10, 100)  # values of k in the literature that are no powers of two
 
 
 def estimate_pass(count: int, correct: int, k: int) -> float:
@@ -32,22 +32,22 @@ def estimate_pass(count: int, correct: int, k: int) -> float:
 def choose_counts(count: int) -> list[int]:
     """Return the values of k to report for `count` samples: powers of two, 10, 100 and `count`."""
     powers = [2**power for power in range(count.bit_length())]
-    return sorted({k for k in (*powers, *USUAL_COUNTS, count) if k <= count})
+    return sorted({k for k in (*powers, *COMMON_COUNTS, count) if k <= count})
 
 
 def compute_majority(correct: Sequence[bool], votes: Sequence[Hashable | None]) -> float:
-    """Return whether the most frequent answer is correct, as 1 or 0.
+    """Return 1 if the most frequent answer is correct, else 0.
 
-    `votes` holds each sample's answer, or None for a sample without an answer, which has no vote.
-    Equal answers must be equally correct. Tied answers share the result: if one of two is correct,
-    it is 0.5. The result is 0 without any answer.
+    `votes` has each sample's answer, or None for a sample without an answer, which has no vote.
+    Equal answers must be equally correct. If several answers are most frequent, the result is the
+    share of correct ones among them. The result is 0 if there is no answer.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     if not counts:
         return 0.0
-    most = max(counts.values())
+    highest = max(counts.values())
     verdicts = dict(zip(votes, correct, strict=True))
-    winners = [float(verdicts[vote]) for vote, number in counts.items() if number == most]
+    winners = [float(verdicts[vote]) for vote, count in counts.items() if count == highest]
     return sum(winners) / len(winners)
 
 
@@ -62,18 +62,18 @@ def summarize_samples(
 ) -> dict[str, float]:
     """Return pass@k, avg@n and, with `votes`, maj@n of one item's n samples."""
     count = len(correct)
-    right = sum(map(bool, correct))
-    metrics = {f"pass@{k}": estimate_pass(count, right, k) for k in choose_counts(count)}
-    metrics[f"avg@{count}"] = right / count
+    num_correct = sum(map(bool, correct))
+    metrics = {f"pass@{k}": estimate_pass(count, num_correct, k) for k in choose_counts(count)}
+    metrics[f"avg@{count}"] = num_correct / count
     if votes is not None:
         metrics[f"maj@{count}"] = compute_majority(correct, votes)
     return metrics
 
 
 def compute_mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean over items, as `weft eval table` does.
+    """Return the 95% confidence interval of the mean over items, as `weft eval table` computes it.
 
-    It is None if the items cannot tell it, such as a single one.
+    Returns None if it cannot be estimated, for example from a single item.
     """
     count = len(values)
     array = np.asarray(values, dtype=np.float64)[:, None]
@@ -85,8 +85,8 @@ def compute_mean_interval(values: Sequence[float]) -> tuple[float, float] | None
 def add_intervals(results: Any) -> None:
     """Add an entry `METRIC_ci95,FILTER: [low, high]` for each metric that is a mean over items.
 
-    `results` is what lm_eval's `simple_evaluate` returns, with samples. Metrics that are not the
-    mean of the items' values, such as perplexity, get no interval.
+    `results` is the return value of lm_eval's `simple_evaluate`, with samples. Metrics that are not
+    the mean of the items' values, such as perplexity, get no interval.
     """
     for task, samples in (results.get("samples") or {}).items():
         row = results["results"][task]
@@ -105,7 +105,7 @@ def add_intervals(results: Any) -> None:
 def _list_values(
     samples: Sequence[Mapping[str, Any]], metric: str, filter_name: str
 ) -> list[float]:
-    """Return the items' values of a metric, or [] if they are not numbers."""
+    """Return the items' values of a metric, or an empty list if they are not numbers."""
     values = []
     for sample in samples:
         if sample.get("filter") != filter_name or metric not in sample.get("metrics", ()):

@@ -26,7 +26,7 @@ from weft.errors import DataError
 from weft.evaluation.answers import EvaluationPrompt, SampledAnswer, SamplingSettings
 from weft.reading import explain_read_errors, make_folder, read_json
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 Report = dict[str, Any]
 
 
@@ -39,13 +39,13 @@ def build(
 ) -> Report:
     """Return the report of one model, given its `answers` as `[prompt][setting][sample]`."""
     rows = []
-    for prompt, of_prompt in zip(prompts, answers, strict=True):
+    for prompt, prompt_answers in zip(prompts, answers, strict=True):
         results = []
-        for chosen, samples in zip(settings, of_prompt, strict=True):
+        for setting, samples in zip(settings, prompt_answers, strict=True):
             results.append(
                 {
-                    "sampling_config": chosen.name,
-                    "sampling_params": _read_sampling_parameters(chosen),
+                    "sampling_config": setting.name,
+                    "sampling_params": _read_sampling_parameters(setting),
                     "outputs": [answer.text for answer in samples],
                     "finish": [answer.finish_reason for answer in samples],
                 }
@@ -67,6 +67,7 @@ def build(
 
 
 def _read_sampling_parameters(settings: SamplingSettings) -> dict[str, Any]:
+    """Return the options of sampling that a report shows."""
     spec = settings.spec
     names = (
         "temperature",
@@ -88,13 +89,16 @@ def read(path: Path) -> Report:
     Raises `DataError` if the file is not a sampling report.
     """
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
-    wrong = _find_problem(report)
-    if wrong:
-        raise DataError(f"{path} is not a sampling report: {wrong}; weft sample report writes one")
+    problem = _find_problem(report)
+    if problem:
+        raise DataError(
+            f"{path} is not a sampling report: {problem}; weft sample report writes one"
+        )
     return dict(report)
 
 
 def _find_problem(report: Any) -> str | None:
+    """Return the reason why `report` is not a sampling report, or None."""
     if (
         not isinstance(report, Mapping)
         or not isinstance(report.get("prompts"), list)
@@ -109,9 +113,13 @@ def _find_problem(report: Any) -> str | None:
         ):
             return f"prompt {number} has no text or no results"
         for result in row["results"]:
-            fits = isinstance(result, Mapping) and isinstance(result.get("sampling_config"), str)
-            outputs = result.get("outputs") if fits else None
-            if not isinstance(outputs, list) or not all(isinstance(each, str) for each in outputs):
+            has_setting = isinstance(result, Mapping) and isinstance(
+                result.get("sampling_config"), str
+            )
+            outputs = result.get("outputs") if has_setting else None
+            if not isinstance(outputs, list) or not all(
+                isinstance(output, str) for output in outputs
+            ):
                 return f"prompt {number} has a result without sampling_config or outputs"
     return None
 
@@ -136,11 +144,11 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
     the report lists the outputs.
     """
     for row, row_scores in zip(report["prompts"], scores, strict=True):
-        at = 0
+        start = 0
         for result in row["results"]:
             count = len(result["outputs"])
-            result["scores"] = [float(value) for value in row_scores[at : at + count]]
-            at += count
+            result["scores"] = [float(value) for value in row_scores[start : start + count]]
+            start += count
 
 
 def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
@@ -156,12 +164,12 @@ def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
                 by_setting.setdefault(result["sampling_config"], []).append(result["scores"])
     means = {}
     for name, groups in by_setting.items():
-        each = np.array([np.mean(group) for group in groups])
-        if len(each) > 1:
-            error = float(each.std(ddof=1) / np.sqrt(len(each)))
+        prompt_means = np.array([np.mean(group) for group in groups])
+        if len(prompt_means) > 1:
+            error = float(prompt_means.std(ddof=1) / np.sqrt(len(prompt_means)))
         else:
             error = 0.0
-        means[name] = (float(each.mean()), error, sum(map(len, groups)))
+        means[name] = (float(prompt_means.mean()), error, sum(map(len, groups)))
     return means
 
 
@@ -181,9 +189,9 @@ def render_page(reports: Sequence[Report]) -> str:
     There is one column per model and setting. The page loads nothing from the network.
     """
     columns = _name_columns(reports)
-    script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
+    script = (FOLDER / "sampling_report.js").read_text(encoding="utf-8")
     prompts = dict.fromkeys(row["prompt"] for report in reports for row in report["prompts"])
-    return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
+    return Template((FOLDER / "sampling_report.html").read_text(encoding="utf-8")).substitute(
         title=escape(
             ", ".join(dict.fromkeys(shorten_name(report["model_name"]) for report in reports))
         ),
@@ -194,7 +202,7 @@ def render_page(reports: Sequence[Report]) -> str:
             for index, name in enumerate(columns)
         ),
         prompts="".join(_render_prompt(text, reports, columns) for text in prompts),
-        css=(HERE / "sampling_report.css").read_text(encoding="utf-8"),
+        css=(FOLDER / "sampling_report.css").read_text(encoding="utf-8"),
         js=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -207,10 +215,10 @@ def shorten_name(name: str) -> str:
     """
     parts = [part for part in name.split("/") if part]
     if "checkpoints" in parts:
-        at = parts.index("checkpoints")
-        return "/".join([*parts[max(0, at - 2) : at], *parts[at + 1 :]])
-    wanted = 2 if len(parts) > 1 and parts[-1].startswith("step") else 1
-    return "/".join(parts[-wanted:]) or name
+        index = parts.index("checkpoints")
+        return "/".join([*parts[max(0, index - 2) : index], *parts[index + 1 :]])
+    num_parts = 2 if len(parts) > 1 and parts[-1].startswith("step") else 1
+    return "/".join(parts[-num_parts:]) or name
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
@@ -227,12 +235,15 @@ def _name_columns(reports: Sequence[Report]) -> list[str]:
 
 
 def _name_column(reports: Sequence[Report], index: int, setting: str) -> str:
+    """Return the name of a column: model and setting, numbered if models have the same name."""
     name = shorten_name(reports[index]["model_name"])
-    same = []
+    with_same_name = []
     for other, report in enumerate(reports):
         if shorten_name(report["model_name"]) == name:
-            same.append(other)
-    return f"{name if len(same) == 1 else f'{name} ({same.index(index) + 1})'} / {setting}"
+            with_same_name.append(other)
+    if len(with_same_name) > 1:
+        name = f"{name} ({with_same_name.index(index) + 1})"
+    return f"{name} / {setting}"
 
 
 def _render_models(reports: Sequence[Report]) -> str:
@@ -240,12 +251,12 @@ def _render_models(reports: Sequence[Report]) -> str:
     rows = list[str]()
     has_rewards = any(map(compute_means, reports))
     for index, report in enumerate(reports):
-        scored = compute_means(report)
+        means = compute_means(report)
         settings = dict.fromkeys(
             result["sampling_config"] for row in report["prompts"] for result in row["results"]
         )
         for setting in settings:
-            mean, error, _ = scored.get(setting, (None, None, 0))
+            mean, error, _ = means.get(setting, (None, None, 0))
             reward_text = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
             cell = f"<td>{reward_text}</td>" if has_rewards else ""
             rows.append(f"<tr><td>{escape(_name_column(reports, index, setting))}</td>{cell}</tr>")
@@ -253,6 +264,7 @@ def _render_models(reports: Sequence[Report]) -> str:
 
 
 def _render_prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str:
+    """Render a prompt with one cell for each model and setting."""
     cells = []
     for index, report in enumerate(reports):
         row = next((row for row in report["prompts"] if row["prompt"] == text), None)
@@ -266,6 +278,7 @@ def _render_prompt(text: str, reports: Sequence[Report], columns: Sequence[str])
 
 
 def _render_outputs(result: Mapping[str, Any]) -> str:
+    """Render the outputs of one result, with rewards if there are scores."""
     outputs = result["outputs"]
     scores = result.get("scores") or []
     finishes = result.get("finish") or []
@@ -306,8 +319,8 @@ def choose(
             if answer.text:
                 distinct[answer.text] = (answer, float(value))
         selected = list(distinct.values())
-        whole = [pair for pair in selected if pair[0].finish_reason == "stop"]
-        selected = whole if finished_only and whole else selected
+        finished = [pair for pair in selected if pair[0].finish_reason == "stop"]
+        selected = finished if finished_only and finished else selected
         if selected:
             selected.sort(key=lambda pair: -pair[1])
             rankings.append(
@@ -321,28 +334,28 @@ def choose(
 
 
 def save(
-    choices: Sequence[RankedAnswers], folder: Path, *, least: float | None = None
+    choices: Sequence[RankedAnswers], folder: Path, *, min_score: float | None = None
 ) -> dict[str, int]:
     """Write the best and the worst answers to three files, and return the number of rows in each.
 
-    `selected.jsonl` has the best answers as rows of the dataset type `chat`, for SFT; with `least`,
-    only answers whose score is at least `least`. `rejected.jsonl` has the worst answers as `chat`
-    rows. `comparison.jsonl` has the best and the worst answer of each prompt as `preference` rows,
-    for a reward model or DPO. The last two files omit prompts whose answers have equal scores. All
-    rows include the scores.
+    `selected.jsonl` has the best answers as rows of the dataset type `chat`, for SFT; with
+    `min_score`, only answers whose score is at least `min_score`. `rejected.jsonl` has the worst
+    answers as `chat` rows. `comparison.jsonl` has the best and the worst answer of each prompt as
+    `preference` rows, for a reward model or DPO. The last two files omit prompts whose answers have
+    equal scores. All rows include the scores.
     """
-    good = []
+    selected = []
     for choice in choices:
-        if least is None or choice.scores[0] >= least:
-            good.append(choice)
-    several = []
+        if min_score is None or choice.scores[0] >= min_score:
+            selected.append(choice)
+    with_gap = []
     for choice in choices:
         if choice.scores[0] > choice.scores[-1]:
-            several.append(choice)
+            with_gap.append(choice)
     files = {
-        "selected.jsonl": [_build_chat_row(choice, 0) for choice in good],
-        "rejected.jsonl": [_build_chat_row(choice, -1) for choice in several],
-        "comparison.jsonl": [_build_pair_row(choice) for choice in several],
+        "selected.jsonl": [_build_chat_row(choice, 0) for choice in selected],
+        "rejected.jsonl": [_build_chat_row(choice, -1) for choice in with_gap],
+        "comparison.jsonl": [_build_pair_row(choice) for choice in with_gap],
     }
     for name, rows in files.items():
         write(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

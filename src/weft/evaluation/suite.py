@@ -3,7 +3,7 @@
 Results are stored in the harness' own form: `results_DATE.json`, and one `samples_TASK_DATE.jsonl`
 per task with each item's prompt, answer and score.
 
-This module imports lm_eval when a function needs it.
+lm_eval is imported only when a function needs it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from weft.evaluation.sampling import add_intervals
 from weft.evaluation.suite_tasks import LoadedTasks
 
 MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
-OWN_SEED = 1234  # the harness' default seed of numpy, torch and the choice of examples
+HARNESS_SEED = 1234  # default seed of the harness for numpy, torch and the choice of examples
 RESULTS = "results"  # first word of the names of result files
 FOLDER = "eval"  # folder of the results in a model's directory
-OUTSIDE = Path("eval")  # folder of the results of models that are not directories
+OTHER_FOLDER = Path("eval")  # folder of the results of models that are not directories
 WEIGHTS = ("*.safetensors", "*.bin", "adapter_config.json", "config.json")
 
 Progress = Callable[[str, int, int], None]  # (kind of requests, finished, all)
@@ -44,18 +44,18 @@ class SuiteOptions:
 
     Attributes:
         limit: Number of items of each task, or their share if below 1; None for all.
-        num_fewshot: Examples in each prompt; None for the task's own number.
-        apply_chat_template: Whether prompts are conversations, rendered by the chat template.
-        fewshot_as_multiturn: Whether each example is a turn of its own in the conversation.
+        num_fewshot: Examples in each prompt; None for the number in the task's configuration.
+        apply_chat_template: True to render prompts as conversations with the chat template.
+        fewshot_as_multiturn: True to make each example a separate turn of the conversation.
         system_instruction: System message of the conversations, or text before each prompt.
-        gen_kwargs: Options of generation that override the tasks' own.
+        gen_kwargs: Options of generation that override those of the tasks.
         use_cache: Path prefix of the files that cache a model's answers; None for no cache.
-        log_samples: Whether the items are stored too.
-        seed: Seed of everything random, such as the choice of examples and sampling; None for the
-            harness' own seeds, with which its published figures are computed.
+        log_samples: True to store the items, too.
+        seed: Seed of sampling, of the choice of examples and of all other random choices; None for
+            the default seeds of the harness, with which its published figures are computed.
         bootstrap_iters: Resamples for the standard errors of metrics that are not means.
         max_tokens: Limit on the tokens of one forward pass.
-        model_arguments: Facts about how the model was opened, for the result file.
+        model_arguments: Options with which the model was opened, for the result file.
     """
 
     limit: float | None = None
@@ -74,7 +74,7 @@ class SuiteOptions:
     @property
     def chosen_seed(self) -> int:
         """Seed of sampling and of the choice of examples."""
-        return OWN_SEED if self.seed is None else self.seed
+        return HARNESS_SEED if self.seed is None else self.seed
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ def evaluate(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    assert results is not None, "one process evaluates"
+    assert results is not None, "only other ranks of a distributed evaluation return None"
     add_intervals(results)
     samples = results.pop("samples", None) or {}
-    files = _write(results, samples, tracker, folder)
+    files = _write_results(results, samples, tracker, folder)
     if folder.name == FOLDER:
         write_card_results(folder.parent)
     return {**results, **({"samples": samples} if keep_samples else {})}, files
@@ -156,7 +156,7 @@ def check_tasks(
     options: SuiteOptions,
     progress: Progress | None = None,
 ) -> Any:
-    """Return a model as a model of lm_eval, after all checks that do not need its weights.
+    """Wrap a model as a model of lm_eval, after all checks that do not need its weights.
 
     Raises `UserError` for options that a task or the model does not allow.
     """
@@ -175,9 +175,10 @@ def check_tasks(
 def _check_generation(
     model: Any, manager: Any, tasks: Sequence[Any], options: SuiteOptions
 ) -> None:
-    """Raise `ConfigError` for options of generation that weft lacks, naming the task.
+    """Raise `ConfigError`, which names the task, for unsupported options of generation.
 
-    The harness' cache is refused for several answers per item: it would give the same one again.
+    The cache of the harness is refused for tasks with several answers per item, because it would
+    return the same answer each time.
     """
     for name, task in manager.load(list(tasks))["tasks"].items():
         if task.OUTPUT_TYPE != "generate_until":
@@ -188,9 +189,9 @@ def _check_generation(
                 f"task {name!r} takes {repeats} answers per item, and --use_cache would give one of "
                 f"them for all; leave --use_cache out"
             )
-        own = task.get_config("generation_kwargs") or {}
+        task_options = task.get_config("generation_kwargs") or {}
         try:
-            model.read_generation({**own, **options.gen_kwargs})
+            model.read_generation({**task_options, **options.gen_kwargs})
         except UserError as error:
             raise ConfigError(f"task {name!r}: {error}") from error
 
@@ -198,7 +199,7 @@ def _check_generation(
 def _check_shots(manager: Any, tasks: Sequence[Any], count: int | None) -> None:
     """Raise `ConfigError` if a task has fewer than `count` examples.
 
-    Tasks whose file says `num_fewshot: 0` stay without examples.
+    Tasks with `num_fewshot: 0` in their file are evaluated without examples.
     """
     if not count:
         return
@@ -213,7 +214,7 @@ def _check_shots(manager: Any, tasks: Sequence[Any], count: int | None) -> None:
 
 
 def check_items(model: Any, loaded: LoadedTasks, options: SuiteOptions) -> None:
-    """Check all items that an evaluation would use, as it would use them.
+    """Build the requests for all items of an evaluation, and check them.
 
     `model` is the result of `check_tasks`; its weights are not needed. Raises `DataError` if a
     template cannot render an item, or if the model's context is too short for an answer.
@@ -222,7 +223,7 @@ def check_items(model: Any, loaded: LoadedTasks, options: SuiteOptions) -> None:
 
     with silence_logs(), _keep_random_states(), _explain_template_errors():
         for name, task in loaded.manager.load(list(loaded.tasks))["tasks"].items():
-            # The settings of `simple_evaluate`, which makes them again at each evaluation.
+            # Set the number of examples and the seed as `simple_evaluate` does.
             if options.num_fewshot is not None and task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=options.num_fewshot)
             task.set_fewshot_seed(seed=options.chosen_seed)
@@ -243,9 +244,9 @@ def check_items(model: Any, loaded: LoadedTasks, options: SuiteOptions) -> None:
 
 @contextmanager
 def _explain_template_errors() -> Iterator[None]:
-    """Raise `DataError` if a task's template cannot render an item; the first one is checked before.
+    """Raise `DataError` if a template of a task cannot render an item.
 
-    The harness does not tell the item.
+    The message does not name the item, because the harness does not report it.
     """
     from jinja2 import TemplateError
 
@@ -258,14 +259,16 @@ def _explain_template_errors() -> Iterator[None]:
         ) from error
 
 
-def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path) -> list[Path]:
+def _write_results(
+    results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path
+) -> list[Path]:
     """Write the result files and return their paths.
 
-    Raises `ConfigError` if the folder cannot be written: the harness itself only logs this.
+    Raises `ConfigError` if the folder cannot be written; the harness only logs this.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        before = set(folder.iterdir())
+        earlier_files = set(folder.iterdir())
     except OSError as error:
         raise ConfigError(
             f"{folder}: the results cannot be stored there ({error.strerror}); set --output"
@@ -275,7 +278,7 @@ def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path)
         for name in sorted(samples):
             copies = [dict(sample) for sample in samples[name]]  # the tracker changes them
             tracker.save_results_samples(task_name=name, samples=copies)
-    files = sorted(set(folder.iterdir()) - before)
+    files = sorted(set(folder.iterdir()) - earlier_files)
     if len(files) != 1 + len(samples):
         raise ConfigError(
             f"{folder}: the results cannot be stored there; check the space on the disk, or set "
@@ -286,7 +289,7 @@ def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path)
 
 def check_folder(folder: Path) -> None:
     """Raise `ConfigError` if results cannot be stored in `folder`."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{nearest}: is not a folder, so no results can be stored in it")
     if not os.access(nearest, os.W_OK):
@@ -297,18 +300,19 @@ def choose_folder(path: str, output: Path | None, name: str) -> Path:
     """Return the folder of a model's result files.
 
     `path` is the model's directory or hub name, and `name` its name among several models. By
-    default, the results are stored in the model's own directory.
+    default, the results are stored in the model's directory if it has one.
     """
     if output is not None:
         return output / name
-    own = Path(path).expanduser()
-    return own / FOLDER if own.is_dir() else OUTSIDE / name
+    model_folder = Path(path).expanduser()
+    return model_folder / FOLDER if model_folder.is_dir() else OTHER_FOLDER / name
 
 
 def name_cache(opened: EvaluatedModel, options: SuiteOptions) -> str | None:
-    """Return the path prefix of a model's cache; other weights or settings have another.
+    """Return the path prefix of a model's cache, or None if no cache is used.
 
-    The harness identifies cached answers only by their requests.
+    The prefix depends on the weights and the settings, because the harness identifies cached
+    answers only by their requests.
     """
     if options.use_cache is None:
         return None
@@ -316,41 +320,45 @@ def name_cache(opened: EvaluatedModel, options: SuiteOptions) -> str | None:
     for folder in (Path(opened.path).expanduser(), opened.adapter):
         if folder is None or not folder.is_dir():
             continue
-        for file in sorted(each for pattern in WEIGHTS for each in folder.glob(pattern)):
-            status = file.stat()
-            state.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+        for file in sorted(files):
+            stat = file.stat()
+            state.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns}")
     digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:12]
     return f"{options.use_cache}_{digest}"
 
 
 @contextmanager
 def _keep_random_states() -> Iterator[None]:
-    """Restore the states of random generators, which the harness seeds."""
+    """Restore the states of random generators afterwards, because the harness seeds them."""
     import torch
 
-    own = random.getstate()
-    array = np.random.get_state()
-    tensors = torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
-        random.setstate(own)
-        np.random.set_state(array)
-        torch.set_rng_state(tensors)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
 
 
 def _read_git_commit() -> str | None:
-    """Return the commit of the working directory, or None; the harness' own prints git's errors."""
+    """Return the commit of the working directory, or None if there is none.
+
+    Replaces a function of the harness that prints git's errors.
+    """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", "describe", "--always"], capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return completed.stdout.strip() or None
 
 
 def list_figures(results: Mapping[str, Any]) -> list[TaskFigure]:

@@ -1,10 +1,10 @@
-"""Tasks of lm-evaluation-harness: found by name, checked, and read without a network if possible.
+"""Loader for tasks of lm-evaluation-harness: by name, with checks, and if possible without network.
 
-Task files in the user's folders come first; the harness' own tasks are indexed only for other
-names, since that takes seconds. A data set of the hub is read from a local copy if there is one.
-Errors are found before a model is loaded, and name the file and the line.
+Task files in the user's folders take precedence. The tasks of the harness are indexed only if other
+names remain, since this takes seconds. A data set of the hub is read from a local copy if there is
+one. Errors are found before a model is loaded, and name the file and the line.
 
-This module imports lm_eval when a function needs it.
+lm_eval is imported only when a function needs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.evaluation.task_scoring import score_program
 from weft.reading import refuse_url
 from weft.writing import write
 
-LEAST_VERSION = (0, 4, 13)
+MIN_VERSION = (0, 4, 13)
 LIBRARY = "lm_eval"
 # Formats that the library `datasets` reads from files; other values of dataset_path name a data set.
 FILE_FORMATS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml")
@@ -60,43 +60,42 @@ class TaskSelection:
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Tasks and groups of lm_eval with their data, and the task manager that knows their names."""
+    """Tasks and groups of lm_eval with their data, and the task manager that has their names."""
 
     manager: Any
     tasks: Sequence[Any]
 
 
-def require_harness(what: str = "weft eval suite") -> None:
-    """Raise `ConfigError` if lm-evaluation-harness, which `what` needs, is missing or too old."""
-    least = ".".join(map(str, LEAST_VERSION))
+def require_harness(user: str = "weft eval suite") -> None:
+    """Raise `ConfigError` if lm-evaluation-harness is missing or too old; `user` needs it."""
+    min_version = ".".join(map(str, MIN_VERSION))
     try:
         installed = version(LIBRARY) if importlib.util.find_spec(LIBRARY) else ""
     except PackageNotFoundError:
         installed = ""
     numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
-    if not installed or numbers < LEAST_VERSION:
-        has = f"version {installed} is installed" if installed else "it is not installed"
+    if not installed or numbers < MIN_VERSION:
+        state = f"version {installed} is installed" if installed else "it is not installed"
         raise ConfigError(
-            f"{what} needs lm_eval {least} or newer, and {has}; {extras.install('eval')}"
+            f"{user} needs lm_eval {min_version} or newer, and {state}; {extras.install('eval')}"
         )
 
 
 def load_named_tasks(names: Sequence[str], options: CatalogueOptions) -> LoadedTasks:
-    """Return tasks of weft's catalogue and of lm_eval by name, ready to be run.
+    """Load tasks of weft's catalogue and of lm_eval by name, with all checks that need no model.
 
-    Everything is checked that needs no model: see `catalogue.resolve_tasks`, `open_manager` and
-    `load_tasks` for the errors.
+    See `catalogue.resolve_tasks`, `open_manager` and `load_tasks` for the errors raised.
     """
-    built, others = resolve_tasks(names, options)
-    if not others and built:
-        return LoadedTasks(open_empty_manager(), built)
-    manager, expanded_names = open_manager(TaskSelection(others, options.include_path))
-    built += load_tasks(manager, expanded_names, options.folder, allow_code=options.allow_code)
-    return LoadedTasks(manager, built)
+    tasks, other_names = resolve_tasks(names, options)
+    if not other_names and tasks:
+        return LoadedTasks(open_empty_manager(), tasks)
+    manager, expanded_names = open_manager(TaskSelection(other_names, options.include_path))
+    tasks += load_tasks(manager, expanded_names, options.folder, allow_code=options.allow_code)
+    return LoadedTasks(manager, tasks)
 
 
 def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:
-    """Return a task manager that knows the tasks of a selection, and the names of these tasks.
+    """Return a task manager with the tasks of a selection, and the names of these tasks.
 
     The manager is a `lm_eval.tasks.TaskManager`. Patterns and paths are replaced by names. Raises
     `ConfigError` for a folder that does not exist, for no name, and for an unknown name, with the
@@ -131,18 +130,18 @@ def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:
 
 
 def open_empty_manager() -> Any:
-    """Return a task manager that knows no names, for tasks that are built already."""
+    """Return a task manager without names, for tasks that are already built."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=False)
 
 
 def _find_matches(manager: Any, name: str, files: Mapping[str, Path]) -> list[str]:
-    """Return the known tasks that a name, a pattern or one of the task files stands for."""
+    """Return the names of the manager's tasks for a name, a pattern or the path of a task file."""
     if name in files:
-        places = manager.task_index.items()
-        return [known for known, entry in places if entry.yaml_path == files[name]]
-    if any(sign in name for sign in "*?["):
+        entries = manager.task_index.items()
+        return [task_name for task_name, entry in entries if entry.yaml_path == files[name]]
+    if any(wildcard in name for wildcard in "*?["):
         return list(manager.match_tasks([name]))
     return [name] if name in manager.task_index else []
 
@@ -157,7 +156,7 @@ def load_tasks(
     with an error (FILE:LINE), and for data sets that are neither on this machine nor on the hub.
     Raises `ConfigError` for tasks that weft does not run.
     """
-    on_hub: dict[str, str] = {}
+    hub_data: dict[str, str] = {}  # data set of the hub -> name of a task that reads it
     built: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="weft-tasks-") as scratch:
         files: dict[str, Path] = {}
@@ -166,35 +165,35 @@ def load_tasks(
             changes = find_local_data(config, entry.yaml_path, copies)
             dataset = str(changes.get("dataset_path", config.get("dataset_path") or ""))
             if _is_on_hub(dataset, config):
-                on_hub.setdefault(dataset, name)
+                hub_data.setdefault(dataset, name)
             files[name] = entry.yaml_path
             if changes and entry.yaml_path is not None:
-                # The harness reads the file again: give it one with these changes.
-                changed = Path(scratch) / f"{len(files)}.yaml"
-                write(changed, yaml.safe_dump({"include": str(entry.yaml_path), **changes}))
-                entry.yaml_path = changed
-        _check_hub(on_hub, copies)
+                # The harness reads the file again, so the changes need a file.
+                changed_file = Path(scratch) / f"{len(files)}.yaml"
+                write(changed_file, yaml.safe_dump({"include": str(entry.yaml_path), **changes}))
+                entry.yaml_path = changed_file
+        _check_hub(hub_data, copies)
         for name in names:
             with _explain_task_errors(name, manager.task_index[name].yaml_path, files):
                 loaded = manager.load([name])
                 groups = loaded.get("groups", {})
-                children = {child for each in groups.values() for child in each.child_names}
-                for own, each in [*groups.items(), *loaded["tasks"].items()]:
-                    if own not in children:
-                        built.append(each)
+                children = {child for group in groups.values() for child in group.child_names}
+                for loaded_name, item in [*groups.items(), *loaded["tasks"].items()]:
+                    if loaded_name not in children:
+                        built.append(item)
     try:
         tasks = manager.load(built)["tasks"]
     except ValueError as error:  # a task in two of the groups
         raise ConfigError(f"--tasks {','.join(names)}: {error}; name only one of them") from error
     for name, task in tasks.items():
-        _check_runs(name, task, allow_code)
+        _check_supported(name, task, allow_code)
         _check_metrics(name, task, files.get(name))
         _check_targets(name, task, files.get(name))
     return built
 
 
-def _check_runs(name: str, task: Any, allow_code: bool) -> None:
-    """Raise `ConfigError` for a task that needs more than a model of text."""
+def _check_supported(name: str, task: Any, allow_code: bool) -> None:
+    """Raise `ConfigError` for a task that runs code, unless it is allowed, or that has images."""
     config = getattr(task, "config", None)
     if not allow_code and config is not None and config.process_results is score_program:
         raise ConfigError(
@@ -213,7 +212,8 @@ def _check_runs(name: str, task: Any, allow_code: bool) -> None:
 def _check_targets(name: str, task: Any, file: Path | None) -> None:
     """Raise `DataError` if an item's target is none of its choices.
 
-    The harness counts such items as wrong, and only logs it. The first `CHECKED_ITEMS` are checked.
+    The harness only logs such items, and counts them as wrong. The first `CHECKED_ITEMS` items are
+    checked.
     """
     config = getattr(task, "config", None)
     if (
@@ -231,12 +231,14 @@ def _check_targets(name: str, task: Any, file: Path | None) -> None:
             target = task.doc_to_target(doc)
         except TemplateError as error:
             raise DataError(f"{place}task {name!r}, item {number}: {error}") from error
-        for each in target if isinstance(target, list) else [target]:
-            is_number = isinstance(each, int | float)
-            known = 0 <= each < len(choices) if is_number else each in choices
-            if not known:
+        for answer in target if isinstance(target, list) else [target]:
+            if isinstance(answer, int | float):
+                is_choice = 0 <= answer < len(choices)
+            else:
+                is_choice = answer in choices
+            if not is_choice:
                 raise DataError(
-                    f"{place}task {name!r}, item {number}: the target {each!r} is none of the "
+                    f"{place}task {name!r}, item {number}: the target {answer!r} is none of the "
                     f"{len(choices)} choices, nor the number of one from 0"
                 )
 
@@ -248,13 +250,13 @@ def _check_metrics(name: str, task: Any, file: Path | None) -> None:
     config = getattr(task, "config", None)
     if config is None or config.process_results is not None:
         return
-    for each in config.metric_list or []:
-        metric = each["metric"]
-        if not isinstance(metric, str) or metric in METRIC_REGISTRY or each.get("hf_evaluate"):
+    for entry in config.metric_list or []:
+        metric = entry["metric"]
+        if not isinstance(metric, str) or metric in METRIC_REGISTRY or entry.get("hf_evaluate"):
             continue
         with silence_logs():
-            known = get_metric(metric) is not None
-        if not known:
+            is_known = get_metric(metric) is not None
+        if not is_known:
             nearest = find_nearest(metric, METRIC_REGISTRY, 1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             reason = f"task {name!r}: unknown metric {metric!r}{hint}"
@@ -278,9 +280,9 @@ def check_files(files: Sequence[Path]) -> None:
             node = yaml.compose(file.read_text())
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
-            began = error.context_mark
-            during = "" if began is None else f" {error.context} of line {began.line + 1}"
-            reports.append(f"{file}:{line}: {error.problem}{during}")
+            context = error.context_mark
+            while_text = "" if context is None else f" {error.context} of line {context.line + 1}"
+            reports.append(f"{file}:{line}: {error.problem}{while_text}")
             continue
         except (yaml.YAMLError, ValueError, OSError) as error:
             reports.append(f"{file}:1: {error}")
@@ -303,21 +305,22 @@ def check_files(files: Sequence[Path]) -> None:
 def _explain_task_errors(
     name: str, file: Path | None, files: Mapping[str, Path | None]
 ) -> Iterator[None]:
-    """Raise a `DataError` that names file and line for any error while a task is built.
+    """Raise a `DataError` with file and line for any error in the body, which builds a task.
 
-    `file` is the task's file, or None for a tag; `files` are those of all selected tasks.
+    `file` is the task's file, or None for a tag. `files` has the files of all selected tasks by
+    name.
     """
     with silence_logs():
         try:
             yield
         except Exception as error:  # the harness raises many kinds, from a task's own code too
-            reason = _describe(error)
+            reason = _describe_error(error)
             place = files.get(name) or file or next(iter(files.values()), None)
             line = f"{place}:{find_line(place, reason)}: " if place is not None else ""
             raise DataError(f"{line}task {name!r}: {reason}") from error
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error's message on one line, with its cause, and a hint for an unknown key."""
     from lm_eval.api.task import TaskConfig
 
@@ -328,43 +331,43 @@ def _describe(error: BaseException) -> str:
         text = "the files in 'data_files' have no rows"
     unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
     if unknown is not None:
-        known = list(TaskConfig.__dataclass_fields__)
-        nearest = find_nearest(unknown[1], known, 1)
+        keys = list(TaskConfig.__dataclass_fields__)
+        nearest = find_nearest(unknown[1], keys, 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         text = f"unknown key {unknown[1]!r}{hint}"
     cause = error.__cause__
     if cause is not None and str(cause) not in text:
-        text = f"{text}: {_describe(cause)}"
+        text = f"{text}: {_describe_error(cause)}"
     return text
 
 
 def find_line(file: Path, reason: str) -> int:
     """Return the line of the key or value that an error message mentions, or 1.
 
-    A text in quotes counts more than others, and a longer text more than a shorter one. If no
-    text is mentioned, the line is that of the first text that contains a word in quotes, such as a
-    template with an unknown name.
+    Keys and values that the message quotes are preferred to others, and longer ones to shorter
+    ones. If the message mentions none, the line is that of the first value that contains a quoted
+    word of the message, such as a template with an unknown name.
     """
     try:
         root = yaml.compose(file.read_text())
     except (yaml.YAMLError, OSError, ValueError):
         return 1
     quoted = re.findall(r"'([^']+)'", reason)
-    best = (False, 2)  # whether the text is quoted, and its length
+    best = (False, 2)  # (True if the text is quoted, its length)
     line = 1
     containing = []
     nodes = [root]
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.MappingNode):
-            nodes += [each for pair in node.value for each in pair]
+            nodes += [item for pair in node.value for item in pair]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif isinstance(node, yaml.ScalarNode):
             text = node.value.strip()
             rank = (text in quoted, len(text))
-            mentioned = re.search(rf"(?<!\w){re.escape(text)}", reason) is not None
-            if mentioned and len(text) > 2 and rank > best:
+            is_mentioned = re.search(rf"(?<!\w){re.escape(text)}", reason) is not None
+            if is_mentioned and len(text) > 2 and rank > best:
                 best = rank
                 line = node.start_mark.line + 1
             if any(re.search(rf"\b{re.escape(word)}\b", text) for word in quoted):
@@ -376,11 +379,11 @@ def find_line(file: Path, reason: str) -> int:
 
 
 def _list_leaves(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, entry of the manager's index) of the tasks in the given groups and tags."""
-    waiting = list(names)
+    """Yield (name, entry of the manager's index) of all tasks in the given names, groups and tags."""
+    pending = list(names)
     seen: set[str] = set()
-    while waiting:
-        name = waiting.pop(0)
+    while pending:
+        name = pending.pop(0)
         entry = manager.task_index.get(name)
         if name in seen or entry is None:
             continue
@@ -388,78 +391,80 @@ def _list_leaves(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]
         config = entry.cfg or {}
         members = config.get("task")
         if entry.kind.name == "TAG":
-            waiting += sorted(entry.tags)
+            pending += sorted(entry.tags)
         elif isinstance(members, list):
             for member in members:
-                own = member if isinstance(member, dict) else {"task": member}
-                waiting.append(str(own.get("group") or own.get("task")))
+                member_config = member if isinstance(member, dict) else {"task": member}
+                pending.append(str(member_config.get("group") or member_config.get("task")))
         else:
             yield name, entry
 
 
 def find_local_data(config: Mapping[str, Any], file: Path | None, copies: Path) -> dict[str, Any]:
-    """Return changes of a task's configuration, so that it reads files of this machine.
+    """Return changes of a task's configuration with which it reads local files.
 
     A data set of the hub is replaced by its copy in the folder `copies`, if there is one. Relative
-    paths that do not exist are looked up beside the task file.
+    paths that do not exist are looked up in the folder of the task file.
     """
     dataset = config.get("dataset_path")
     if not isinstance(dataset, str) or file is None:
         return {}
     if dataset not in FILE_FORMATS and not Path(dataset).exists():
-        for place in (copies.expanduser() / dataset, file.parent / dataset):
-            if place.exists():
-                return {"dataset_path": str(place.resolve())}
+        for path in (copies.expanduser() / dataset, file.parent / dataset):
+            if path.exists():
+                return {"dataset_path": str(path.resolve())}
     arguments = dict(config.get("dataset_kwargs") or {})
     changed = {}
     for key in ("data_files", "data_dir"):
         if key in arguments:
-            changed[key] = _resolve_beside(arguments[key], file.parent)
+            changed[key] = _resolve_paths(arguments[key], file.parent)
     if all(arguments[key] == value for key, value in changed.items()):
         return {}
     return {"dataset_kwargs": {**arguments, **changed}}
 
 
-def _resolve_beside(value: Any, folder: Path) -> Any:
-    """Return paths, with those that exist only in `folder` as absolute paths."""
+def _resolve_paths(value: Any, folder: Path) -> Any:
+    """Resolve relative paths that exist only in `folder`, in nested plain values."""
     if isinstance(value, Mapping):
-        return {key: _resolve_beside(each, folder) for key, each in value.items()}
+        return {key: _resolve_paths(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolve_beside(each, folder) for each in value]
+        return [_resolve_paths(item, folder) for item in value]
     if not isinstance(value, str) or "://" in value or Path(value).is_absolute():
         return value
-    here = Path(value).exists() or any(Path().glob(value))
-    beside = (folder / value).exists() or any(folder.glob(value))
-    return str(folder / value) if beside and not here else value
+    exists_here = Path(value).exists() or any(Path().glob(value))
+    exists_in_folder = (folder / value).exists() or any(folder.glob(value))
+    return str(folder / value) if exists_in_folder and not exists_here else value
 
 
 def _is_on_hub(dataset: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a task's data set is one of the hub."""
+    """Return whether a task reads a data set of the hub."""
     if not dataset or dataset in FILE_FORMATS or config.get("custom_dataset") is not None:
         return False
     return not Path(dataset).exists()
 
 
-def _check_hub(on_hub: Mapping[str, str], copies: Path) -> None:
+def _check_hub(hub_data: Mapping[str, str], copies: Path) -> None:
     """Raise `DataError` if data sets of the hub are neither cached nor available.
 
-    `on_hub` maps data sets to a task that reads them. The hub is asked once.
+    `hub_data` maps each data set to a task that reads it. Only the first missing one is requested.
     """
     from datasets import config
 
     from weft.data.hub import check_dataset
 
     cache = Path(config.HF_DATASETS_CACHE)
-    missing = [each for each in on_hub if not (cache / each.replace("/", "___")).exists()]
+    missing = [
+        dataset for dataset in hub_data if not (cache / dataset.replace("/", "___")).exists()
+    ]
     if not missing:
         return
     try:
         check_dataset("", missing[0])
     except DataError as error:
         reason = str(error).partition(", and ")[2] or str(error)
-        reads = ", ".join(f"{each} (task {on_hub[each]})" for each in missing)
+        listing = ", ".join(f"{dataset} (task {hub_data[dataset]})" for dataset in missing)
         raise DataError(
-            f"these data sets would be fetched from the hub: {reads}; {reason}; put the files of "
+            f"these data sets would be fetched from the hub: {listing}; {reason}; put the files of "
             f"each data set's repository in {copies / 'OWNER' / 'NAME'}, such as "
             f"{copies / missing[0]}, or name another folder with --data_dir"
         ) from error

@@ -1,8 +1,8 @@
-"""Data of the catalogue's tasks: where it is, and how its published files become items.
+"""Data of the catalogue's tasks: the paths of data sets, and readers of their published files.
 
-Data sets are read from a file or folder of the user, in the form in which they are published, or
-as rows of JSON, JSON lines (.gz too) and Parquet. Each item is checked; an error names the file
-and the line, or the row in Parquet files.
+A data set is a file or folder of the user, in the form in which it was published, or with rows of
+JSON, JSON lines (also .gz) or Parquet. Each item is checked; an error names the file and the line,
+or the row of a Parquet file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.data.sources import SUFFIXES
 from weft.errors import ConfigError, DataError
 from weft.evaluation.task_rows import (
     Item,
-    Located,
+    LocatedRows,
     Row,
     convert_rows,
     list_files,
@@ -36,12 +36,12 @@ from weft.evaluation.task_rows import (
 )
 from weft.reading import explain_read_errors, refuse_url
 
-FOLDER = Path("~/.cache/weft/eval")  # default folder with a folder or file for each data set
+FOLDER = Path("~/.cache/weft/eval")  # default; has a folder or file for each data set
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-STORY_END = "<|endoftext|>"  # separates the documents of a text file
-MBPP_ROWS = (974, 427)  # rows of the complete MBPP, and of its sanitized version
+DOCUMENT_END = "<|endoftext|>"  # separates the documents of a text file
+MBPP_ROWS = (974, 427)  # number of rows of the complete MBPP, and of its sanitized version
 MBPP_TEST = range(11, 511)  # tasks of the test split
-SHOWN_TESTS = 3  # assertions that a prompt of MBPP shows
+MAX_SHOWN_TESTS = 3  # maximum assertions in a prompt of MBPP+
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class DataSet:
     """Data set of the catalogue.
 
     Attributes:
-        form: Fields of a row, for messages.
-        published: Where the data set is published.
+        form: Files, or fields of a row, for messages.
+        published: Place where the data set is published, for messages.
         read: Function that reads a file or folder.
     """
 
@@ -72,20 +72,23 @@ class DataSet:
     read: Callable[[Path], TaskRows]
 
 
-def find_data(name: str, given: Mapping[str, Path], folder: Path) -> Path | None:
-    """Return the path of a data set: the one that is given, or NAME or a file NAME.* in `folder`.
+def find_data(name: str, paths: Mapping[str, Path], folder: Path) -> Path | None:
+    """Return the path of a data set: that in `paths`, or else NAME or a file NAME.* in `folder`.
 
-    Returns None if there is none. Raises `ConfigError` if the given path does not exist.
+    Returns None if there is neither. Raises `ConfigError` if the path in `paths` does not exist.
     """
-    if name in given:
-        path = given[name]
+    if name in paths:
+        path = paths[name]
         refuse_url(path, f"--data {name}={path}", ConfigError)
         if not path.expanduser().exists():
             raise ConfigError(f"--data {name}={path}: there is no such file or folder")
         return path.expanduser()
-    place = folder.expanduser()
-    choices = [place / name, *(place / f"{name}{suffix}" for suffix in (*SUFFIXES, ".csv", ".txt"))]
-    return next((each for each in choices if each.exists()), None)
+    folder_path = folder.expanduser()
+    choices = [
+        folder_path / name,
+        *(folder_path / f"{name}{suffix}" for suffix in (*SUFFIXES, ".csv", ".txt")),
+    ]
+    return next((choice for choice in choices if choice.exists()), None)
 
 
 def read_data(name: str, path: Path) -> TaskRows:
@@ -99,8 +102,12 @@ def read_data(name: str, path: Path) -> TaskRows:
     return rows
 
 
-def _read_simple(*patterns: str, convert: Callable[[Row], Item | None]) -> Callable[..., TaskRows]:
-    """Return a reader of files whose rows are items."""
+def _make_reader(*patterns: str, convert: Callable[[Row], Item | None]) -> Callable[..., TaskRows]:
+    """Return a reader for data sets in which each row is an item.
+
+    `patterns` are those of `list_row_files`. `convert` returns the item of a row, or None for a row
+    to leave out.
+    """
 
     def read(path: Path) -> TaskRows:
         return TaskRows(convert_rows(read_files(list_row_files(path, *patterns)), convert))
@@ -134,6 +141,7 @@ def _convert_math(row: Row) -> Item:
 
 
 def _convert_ifeval(row: Row) -> Item:
+    """Convert a row of IFEval or IFBench; unknown instructions and arguments are refused."""
     from weft.host.verifiers.ifeval import is_followed
 
     ids = read_texts(row, require(row, "instruction_id_list"))
@@ -145,10 +153,11 @@ def _convert_ifeval(row: Row) -> Item:
             raise BadRow(f"'kwargs' is a text that is not JSON: {error}") from error
     if not isinstance(arguments, list) or len(arguments) != len(ids):
         raise BadRow(f"'kwargs' must have one mapping for each of the {len(ids)} instructions")
-    for id, own in zip(ids, arguments, strict=True):
-        if not isinstance(own, Mapping | None):
-            raise BadRow(f"'kwargs' must have mappings, not {own!r}")
-        is_followed("Test.", id, own or {})  # raises DataError for an unknown id or arguments
+    for id, instruction_arguments in zip(ids, arguments, strict=True):
+        if not isinstance(instruction_arguments, Mapping | None):
+            raise BadRow(f"'kwargs' must have mappings, not {instruction_arguments!r}")
+        # Raises DataError for an unknown id or arguments.
+        is_followed("Test.", id, instruction_arguments or {})
     prompt = read_field(row, "prompt")
     return {"prompt": prompt, "instruction_id_list": ids, "kwargs": json.dumps(arguments)}
 
@@ -167,7 +176,8 @@ def _convert_humaneval(row: Row) -> Item:
 def _convert_mbpp(row: Row) -> Item:
     """Convert a row of MBPP or MBPP+.
 
-    MBPP's `test_list` is shown and run. Of MBPP+, the program in `test` or `assertion` is run.
+    In MBPP, the assertions in `test_list` are shown and run. In MBPP+, the program in `test` or
+    `assertion` is run, and some of its assertions are shown.
     """
     key = require(row, "test", "assertion", "test_list")
     text = read_field(row, "text", "prompt")
@@ -176,9 +186,9 @@ def _convert_mbpp(row: Row) -> Item:
     if row.get("test_list") is not None:
         examples = read_texts(row, "test_list")
     else:
-        text, in_prompt = _split_docstring(text)
-        examples = (assertions or in_prompt)[:SHOWN_TESTS]
-    # Join what the tests need.
+        text, prompt_assertions = _split_docstring(text)
+        examples = (assertions or prompt_assertions)[:MAX_SHOWN_TESTS]
+    # Join the imports and the setup code with the tests.
     imports = read_texts(row, "test_imports", at_least=0) if row.get("test_imports") else []
     setup = [read_text(row, "test_setup_code")] if row.get("test_setup_code") else []
     tests = "\n".join([*imports, *setup, program])
@@ -194,19 +204,22 @@ def _convert_mbpp(row: Row) -> Item:
 
 
 def _list_assertions(program: str, key: str) -> list[str]:
-    """Return the source of the assertions in a program. Raises `BadRow` if it is no Python."""
+    """Return the source of each assertion in a program. Raises `BadRow` if it is no Python code."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             statements = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise BadRow(f"{key!r} is no Python code: {error}") from error
-    assertions = [each for each in statements if isinstance(each, ast.Assert)]
-    return [ast.get_source_segment(program, each) or "" for each in assertions]
+    assertions = []
+    for statement in statements:
+        if isinstance(statement, ast.Assert):
+            assertions.append(ast.get_source_segment(program, statement) or "")
+    return assertions
 
 
 def _split_docstring(text: str) -> tuple[str, list[str]]:
-    """Return the description and the assertions in the docstring that is EvalPlus' prompt."""
+    """Return (description, assertions) of a prompt of EvalPlus, which is a docstring."""
     lines = text.strip().removeprefix('"""').removesuffix('"""').strip().splitlines()
     assertions = [line for line in lines if line.startswith("assert ")]
     return "\n".join(line for line in lines if line not in assertions), assertions
@@ -215,21 +228,23 @@ def _split_docstring(text: str) -> tuple[str, list[str]]:
 def _find_tested_function(tests: str, solution: str) -> str:
     """Return the name of the function that a program of tests calls, or "" if it calls none.
 
-    That is a function of the reference solution, or else one that is neither built in nor defined
-    by the tests, or else a built-in one (MBPP has a task for a function `sum`).
+    Functions of the reference solution are preferred. Next are functions that are neither built in
+    nor defined by the tests, then all others (MBPP has a task for a function `sum`).
     """
-    calls = [each.func for each in ast.walk(ast.parse(tests)) if isinstance(each, ast.Call)]
-    called = [each.id for each in calls if isinstance(each, ast.Name)]
-    in_solution = [name for name in called if re.search(rf"^def {name}\b", solution, re.MULTILINE)]
-    defined = re.findall(r"^(?:def|class|from .* import) (\w+)", tests, re.MULTILINE)
-    others = [name for name in called if name not in defined and not hasattr(builtins, name)]
-    return next(iter([*in_solution, *others, *called]), "")
+    names = []
+    for node in ast.walk(ast.parse(tests)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names.append(node.func.id)
+    in_solution = [name for name in names if re.search(rf"^def {name}\b", solution, re.MULTILINE)]
+    in_tests = re.findall(r"^(?:def|class|from .* import) (\w+)", tests, re.MULTILINE)
+    others = [name for name in names if name not in in_tests and not hasattr(builtins, name)]
+    return next(iter([*in_solution, *others, *names]), "")
 
 
 def _read_mbpp(path: Path) -> TaskRows:
-    """Read MBPP or MBPP+; of a copy of the hub's data set, the folder `full`.
+    """Read MBPP or MBPP+; in a copy of the hub's data set, the folder `full` is read.
 
-    Of the complete and the complete sanitized file, the test split is returned.
+    Of MBPP's complete file, and of its complete sanitized file, only the test split is returned.
     """
     if (path / "full").is_dir():
         path = path / "full"
@@ -237,11 +252,12 @@ def _read_mbpp(path: Path) -> TaskRows:
     items = convert_rows(read_files(files), _convert_mbpp)
     if len(items) in MBPP_ROWS:
         numbers = {str(number) for number in MBPP_TEST}
-        items = [each for each in items if each["task_id"] in numbers]
+        items = [item for item in items if item["task_id"] in numbers]
     return TaskRows(items)
 
 
 def _convert_preference(row: Row) -> Item:
+    """Convert a row with two replies; the first of the item's `choices` is the preferred one."""
     if "label" in row and "output_1" in row:  # LLMBar's form
         pair = [read_field(row, "output_1"), read_field(row, "output_2")]
         if row["label"] not in (1, 2):
@@ -261,16 +277,17 @@ def _read_texts(path: Path) -> TaskRows:
     items = []
     for file in files:
         if file.suffix == ".txt":
-            parts = read_file(file).split(STORY_END)
-            items += [{"text": part.strip()} for part in parts if part.strip()]
+            documents = read_file(file).split(DOCUMENT_END)
+            items += [{"text": document.strip()} for document in documents if document.strip()]
         else:
             items += convert_rows(read_files([file]), lambda row: {"text": read_field(row, "text")})
     return TaskRows(items)
 
 
 def _convert_truthfulqa(row: Row) -> Item:
-    texts: list[str] = []
-    marks: list[int] = []
+    """Convert a row of TruthfulQA: the choices of MC1 come first, followed by those of MC2."""
+    all_choices: list[str] = []
+    all_labels: list[int] = []
     counts = []
     for key in ("mc1_targets", "mc2_targets"):
         targets = row[require(row, key)]
@@ -282,26 +299,33 @@ def _convert_truthfulqa(row: Row) -> Item:
             raise BadRow(f"{key!r} must map choices to 0 or 1")
         if len(choices) != len(labels) or not all(choices) or 1 not in labels or 0 not in labels:
             raise BadRow(f"{key!r} needs at least one true and one false choice, none empty")
-        texts += choices
-        marks += labels
+        all_choices += choices
+        all_labels += labels
         counts.append(len(choices))
     question = read_field(row, "question")
-    return {"question": question, "choices": texts, "labels": marks, "num_single": counts[0]}
+    return {
+        "question": question,
+        "choices": all_choices,
+        "labels": all_labels,
+        "num_single": counts[0],
+    }
 
 
 def _convert_xstest(row: Row) -> Item:
     if row.get("label"):
-        kind = read_field(row, "label").strip().lower()
-        if kind not in ("safe", "unsafe"):
+        label = read_field(row, "label").strip().lower()
+        if label not in ("safe", "unsafe"):
             raise BadRow(f"'label' must be safe or unsafe, not {row['label']!r}")
     else:
         # The types of unsafe prompts are those of safe ones with this prefix.
-        kind = "unsafe" if read_field(row, "type", "label").startswith("contrast_") else "safe"
-    return {"prompt": read_field(row, "prompt"), "label": kind}
+        label = "unsafe" if read_field(row, "type", "label").startswith("contrast_") else "safe"
+    return {"prompt": read_field(row, "prompt"), "label": label}
 
 
 def _read_xstest(path: Path) -> TaskRows:
-    files = list_files(path, "*xstest*prompts*.csv", "*.csv", *(f"*{s}" for s in SUFFIXES))
+    files = list_files(
+        path, "*xstest*prompts*.csv", "*.csv", *(f"*{suffix}" for suffix in SUFFIXES)
+    )
     return TaskRows(convert_rows(read_files(files), _convert_xstest))
 
 
@@ -335,6 +359,7 @@ def _convert_alpaca(row: Row) -> Item:
 
 
 def _convert_choices(row: Row) -> Item:
+    """Convert a row of MMLU; the item's `target` is the index of the right choice."""
     choices = read_texts(row, require(row, "choices"), at_least=2)
     if len(choices) > len(LETTERS):
         raise BadRow(f"'choices' has {len(choices)} entries; at most {len(LETTERS)} have letters")
@@ -356,7 +381,7 @@ def _convert_choices(row: Row) -> Item:
     }
 
 
-def _read_choice_csv(file: Path) -> Located:
+def _read_choice_csv(file: Path) -> LocatedRows:
     """Yield (FILE:LINE, row) of one of MMLU's CSV files: question, choices, letter; no header."""
     subject = file.stem.removesuffix("_test").removesuffix("_dev").replace("_", " ")
     with explain_read_errors(str(file), DataError), open_csv(file) as stream:
@@ -371,29 +396,31 @@ def _read_choice_csv(file: Path) -> Located:
 def _read_mmlu(path: Path) -> TaskRows:
     """Read MMLU's folders `test` and `dev`, or rows; files with `dev` in their name are examples.
 
-    Of a copy of the hub's data set, which holds each subject twice, the folder `all` is read.
+    In a copy of the hub's data set, which has each subject twice, the folder `all` is read.
     """
     if (path / "test").is_dir() and any((path / "test").glob("*.csv")):
-        tests = [
-            row for file in sorted((path / "test").glob("*.csv")) for row in _read_choice_csv(file)
-        ]
-        examples = [
-            row for file in sorted((path / "dev").glob("*.csv")) for row in _read_choice_csv(file)
-        ]
-        shots = convert_rows(iter(examples), _convert_choices)
-        return TaskRows(convert_rows(iter(tests), _convert_choices), _group(shots))
+        shots = convert_rows(_read_choice_folder(path / "dev"), _convert_choices)
+        items = convert_rows(_read_choice_folder(path / "test"), _convert_choices)
+        return TaskRows(items, _group_by_subset(shots))
     if (path / "all").is_dir():
         path = path / "all"
-    dev = [] if path.is_file() else sorted(path.glob("**/*dev*"))
-    example_files = [each for each in dev if each.name.endswith(SUFFIXES)]
-    files = [each for each in list_row_files(path) if each not in example_files]
+    dev_files = [] if path.is_file() else sorted(path.glob("**/*dev*"))
+    example_files = [file for file in dev_files if file.name.endswith(SUFFIXES)]
+    files = [file for file in list_row_files(path) if file not in example_files]
     if not files:
         raise DataError(f"{path}: only examples (dev) in it; add a file with the questions")
     items = convert_rows(read_files(files), _convert_choices)
-    return TaskRows(items, _group(convert_rows(read_files(example_files), _convert_choices)))
+    shots = convert_rows(read_files(example_files), _convert_choices)
+    return TaskRows(items, _group_by_subset(shots))
 
 
-def _group(items: Sequence[Item]) -> dict[str, list[Item]]:
+def _read_choice_folder(folder: Path) -> LocatedRows:
+    """Yield (FILE:LINE, row) of all CSV files in one of MMLU's folders."""
+    for file in sorted(folder.glob("*.csv")):
+        yield from _read_choice_csv(file)
+
+
+def _group_by_subset(items: Sequence[Item]) -> dict[str, list[Item]]:
     groups: dict[str, list[Item]] = {}
     for item in items:
         groups.setdefault(item["subset"], []).append(item)
@@ -426,26 +453,26 @@ def _read_bbh(path: Path) -> TaskRows:
                 f"{prompt}: no such file, and the task needs its examples; copy the folder "
                 f"cot-prompts of BIG-Bench Hard, next to its folder bbh"
             )
-        # The first two lines are a warning to those who collect training data.
+        # The first two lines are a warning to people who collect training data.
         shots[subset] = "\n".join(read_file(prompt).split("\n")[2:]).strip()
     return TaskRows(items, shots)
 
 
 def _read_tydiqa(path: Path) -> TaskRows:
-    """Read tydiqa-goldp's files: the dev file, and the training file for examples."""
+    """Read tydiqa-goldp: items from the dev file, and examples from the training file."""
     items = _read_tydiqa_file(list_files(path, "*goldp*dev*.json", "*dev*.json")[0])
     folder = path if path.is_dir() else path.parent
-    train = sorted(folder.glob("*goldp*train*.json"))
-    if not train:
+    training_files = sorted(folder.glob("*goldp*train*.json"))
+    if not training_files:
         raise DataError(
             f"{folder}: no file *goldp*train*.json in it, from which examples are taken; put it "
             f"there"
         )
-    return TaskRows(items, _group(_read_tydiqa_file(train[0])))
+    return TaskRows(items, _group_by_subset(_read_tydiqa_file(training_files[0])))
 
 
 def _read_tydiqa_file(file: Path) -> list[Item]:
-    def list_questions() -> Located:
+    def list_questions() -> LocatedRows:
         for article in _read_json(file).get("data") or []:
             for paragraph in article.get("paragraphs") or []:
                 for question in paragraph.get("qas") or []:
@@ -456,7 +483,7 @@ def _read_tydiqa_file(file: Path) -> list[Item]:
 
 
 def _convert_tydiqa(row: Row) -> Item:
-    answers = [read_text(each, "text") for each in row[require(row, "answers")]]
+    answers = [read_text(answer, "text") for answer in row[require(row, "answers")]]
     if not answers:
         raise BadRow("'answers' is empty")
     return {
@@ -477,27 +504,27 @@ DATA_SETS = {
     "gsm8k": DataSet(
         "rows {question, answer}; the answer ends in '#### NUMBER'",
         "github.com/openai/grade-school-math (test.jsonl)",
-        _read_simple("test.jsonl", convert=_convert_gsm8k),
+        _make_reader("test.jsonl", convert=_convert_gsm8k),
     ),
     "math": DataSet(
         r"rows {problem, solution with \boxed{}, or answer}",
         "github.com/hendrycks/math (test/SUBJECT/N.json) or hub HuggingFaceH4/MATH-500",
-        _read_simple("test/*/*.json", "test.jsonl", convert=_convert_math),
+        _make_reader("test/*/*.json", "test.jsonl", convert=_convert_math),
     ),
     "ifeval": DataSet(
         "rows {prompt, instruction_id_list, kwargs}",
         "github.com/google-research/google-research, instruction_following_eval/data",
-        _read_simple("input_data.jsonl", convert=_convert_ifeval),
+        _make_reader("input_data.jsonl", convert=_convert_ifeval),
     ),
     "ifbench": DataSet(
         "rows {prompt, instruction_id_list, kwargs}",
         "github.com/allenai/IFBench (data/IFBench_test.jsonl)",
-        _read_simple("IFBench_test.jsonl", "data/IFBench_test.jsonl", convert=_convert_ifeval),
+        _make_reader("IFBench_test.jsonl", "data/IFBench_test.jsonl", convert=_convert_ifeval),
     ),
     "humaneval": DataSet(
         "rows {prompt, test, entry_point}",
         "github.com/openai/human-eval (HumanEval.jsonl.gz)",
-        _read_simple("HumanEval.jsonl*", convert=_convert_humaneval),
+        _make_reader("HumanEval.jsonl*", convert=_convert_humaneval),
     ),
     "mbpp": DataSet(
         "rows {text or prompt, test_list}, or MBPP+'s {prompt, test or assertion}",
@@ -508,13 +535,13 @@ DATA_SETS = {
     "preference": DataSet(
         "rows {prompt, chosen, rejected[, subset]}, or LLMBar's {input, output_1, output_2, label}",
         "hub allenai/reward-bench (filtered), github.com/princeton-nlp/LLMBar",
-        _read_simple(convert=_convert_preference),
+        _make_reader(convert=_convert_preference),
     ),
     "heldout": DataSet("rows {text}, or .txt files", "your own text", _read_texts),
     "truthfulqa": DataSet(
         "rows {question, mc1_targets, mc2_targets}",
         "github.com/sylinrl/TruthfulQA (data/mc_task.json)",
-        _read_simple("mc_task.json", "data/mc_task.json", convert=_convert_truthfulqa),
+        _make_reader("mc_task.json", "data/mc_task.json", convert=_convert_truthfulqa),
     ),
     "xstest": DataSet(
         "rows {prompt, label: safe or unsafe}, or {prompt, type}",
@@ -544,6 +571,6 @@ DATA_SETS = {
     "alpaca_eval": DataSet(
         "rows {instruction, output}; output is the reference's answer",
         "hub tatsu-lab/alpaca_eval (alpaca_eval.json)",
-        _read_simple("alpaca_eval.json", convert=_convert_alpaca),
+        _make_reader("alpaca_eval.json", convert=_convert_alpaca),
     ),
 }

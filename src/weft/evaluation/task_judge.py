@@ -1,7 +1,7 @@
-"""A judge for tasks whose answers a model must grade: any OpenAI-compatible endpoint.
+"""Judge for tasks whose answers a model must grade: any OpenAI-compatible endpoint.
 
-The judge is that of the reward `judge`: same requests, retries, key and cache. A judge that cannot
-be reached, or that answers without a verdict, gives no score; the item counts as a failure.
+Requests, retries, API key and cache are those of the reward `judge`. If the judge cannot be reached
+or answers without a verdict, the item has no score and counts as a failure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from weft.errors import UserError
 
-NO_VERDICT = -1.0  # fallback of the reward `judge`, whose verdicts are 0..1
-# The verdict must be the last line, so that an echo of the prompt has none.
+NO_VERDICT = -1.0  # reward without a verdict; verdicts are from 0 to 1
+# The verdict must be the last line, so that none is found in an echo of the prompt.
 VERDICT = r"Verdict:\s*\**\s*\[*([0-9])\]*\**[.\s]*\Z"
 
 
@@ -26,8 +26,8 @@ class JudgeSettings:
     Attributes:
         url: Base URL, such as http://127.0.0.1:8000/v1.
         model: Name of the model on the server.
-        cache: The option `cache` of the reward `judge`: by default, verdicts are kept, and asked
-            for once; False for no cache.
+        cache: Option `cache` of the reward `judge`. By default, verdicts are cached, so that each
+            is requested once; False for no cache.
     """
 
     url: str
@@ -42,8 +42,8 @@ class JudgeQuestion:
     Attributes:
         text: Prompt with the placeholders {prompt}, {completion} and fields of items.
         highest: Highest verdict; verdicts are integers from 1, mapped linearly to 0..1.
-        swapped: The same question with both answers exchanged, or None. With it, the verdict is
-            the mean of both orders, the second one reversed.
+        swapped: The same question with both answers exchanged, or None. If it is set, the verdict
+            is the mean over both orders; that of the second order is reversed.
     """
 
     text: str
@@ -52,7 +52,7 @@ class JudgeQuestion:
 
 
 class JudgeFilter:
-    """Filter of lm_eval that replaces answers by {answer, verdict}; a verdict may be None."""
+    """Filter of lm_eval that replaces each answer with {answer, verdict}; a verdict may be None."""
 
     def __init__(self, settings: JudgeSettings, question: JudgeQuestion) -> None:
         self.settings = settings
@@ -72,15 +72,15 @@ class JudgeFilter:
     def apply(
         self, resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
     ) -> list[list[dict[str, Any]]]:
-        """Return the verdicts on all answers of all items; many requests are in flight at once."""
+        """Return the answers of each item with their verdicts. Requests are sent concurrently."""
         items = [doc for doc, answers in zip(docs, resps, strict=True) for _ in answers]
-        answers = [answer for own in resps for answer in own]
-        verdicts = ask_judge(self.settings, self.question, items, answers)
-        pairs = iter(zip(answers, verdicts, strict=True))
+        answers = [answer for item_answers in resps for answer in item_answers]
+        verdicts = iter(ask_judge(self.settings, self.question, items, answers))
         judged = []
-        for own in resps:
-            taken = [next(pairs) for _ in own]
-            judged.append([{"answer": answer, "verdict": verdict} for answer, verdict in taken])
+        for item_answers in resps:
+            judged.append(
+                [{"answer": answer, "verdict": next(verdicts)} for answer in item_answers]
+            )
         return judged
 
 
@@ -90,13 +90,19 @@ def ask_judge(
     items: Sequence[Mapping[str, Any]],
     answers: Sequence[str],
 ) -> list[float | None]:
-    """Return verdicts (0..1) on answers, None where the judge gave none."""
+    """Return a verdict from 0 to 1 on each answer; None if the judge gave none."""
     first = _ask(settings, question.text, question.highest, items, answers)
     if question.swapped is None:
         return first
     second = _ask(settings, question.swapped, question.highest, items, answers)
     both = zip(first, second, strict=True)
-    return [None if one is None or two is None else (one + 1.0 - two) / 2 for one, two in both]
+    verdicts: list[float | None] = []
+    for verdict, swapped_verdict in both:
+        if verdict is None or swapped_verdict is None:
+            verdicts.append(None)
+        else:
+            verdicts.append((verdict + 1.0 - swapped_verdict) / 2)
+    return verdicts
 
 
 def _ask(
@@ -106,6 +112,7 @@ def _ask(
     items: Sequence[Mapping[str, Any]],
     answers: Sequence[str],
 ) -> list[float | None]:
+    """Ask one question about each answer, and return the verdicts as `ask_judge` does."""
     columns = {name: [item[name] for item in items] for name in (items[0] if items else ())}
     prompts = [str(prompt) for prompt in columns.pop("prompt", [])]
     with warnings.catch_warnings():
@@ -127,11 +134,12 @@ def _run_judge(
     highest: int,
     prompts: Sequence[str],
     answers: Sequence[str],
-    others: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> list[float | None]:
+    """Call the verifier `judge` with additional options and columns, and return its rewards."""
     from weft.host.verifiers.judge import judge
 
-    called = judge(
+    result = judge(
         prompts,
         answers,
         completion_ids=[[] for _ in answers],
@@ -142,14 +150,14 @@ def _run_judge(
         low=1,
         high=highest,
         cache=settings.cache,
-        **others,
+        **options,
     )
-    rewards, _ = called if isinstance(called, tuple) else asyncio.run(_await(called))
+    rewards, _ = result if isinstance(result, tuple) else asyncio.run(_await(result))
     return rewards
 
 
-async def _await(called: Any) -> Any:
-    return await called
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def check_judge(settings: JudgeSettings) -> None:
@@ -159,7 +167,7 @@ def check_judge(settings: JudgeSettings) -> None:
     try:
         _run_judge(replace(settings, cache=False), text, 3, [""], [""], options)
     except UserError as error:
-        # The rest of the message is about rewards.
+        # The end of the message is about options of rewards.
         cause = str(error).partition(", or set on_failure")[0]
         raise UserError(f"the judge does not answer: {cause}") from error
 

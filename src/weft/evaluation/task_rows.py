@@ -1,4 +1,4 @@
-"""Files with rows of data, for `task_data`: listed, read and converted, with errors by line."""
+"""Readers of files with rows, for `task_data`. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -15,39 +15,47 @@ from weft.reading import explain_read_errors
 
 Row = Mapping[str, Any]
 Item = dict[str, Any]
-Located = Iterator[tuple[str, Row | UnreadableRow]]
+LocatedRows = Iterator[tuple[str, Row | UnreadableRow]]  # (FILE:LINE or another location, row)
 
 
 def list_files(path: Path, *patterns: str) -> list[Path]:
-    """Return the file, or the files in a folder that match the first pattern with any match."""
+    """Return the file itself, or the files in a folder that match the first pattern with a match.
+
+    Raises `DataError` if no pattern matches a file.
+    """
     if path.is_file():
         return [path]
     for pattern in patterns:
-        files = sorted(each for each in path.glob(pattern) if each.is_file())
+        files = sorted(file for file in path.glob(pattern) if file.is_file())
         if files:
             return files
     raise DataError(f"{path}: no file such as {' or '.join(patterns)} in it; name the file itself")
 
 
 def list_row_files(path: Path, *patterns: str) -> list[Path]:
-    """Return files with rows: those of a folder's test split, or all that are not training data."""
+    """Return files with rows: the file itself, or files in a folder.
+
+    In a folder, the first of these with a match are used: `patterns` in their order, files of a
+    test or validation split, all files with rows. Files with `train` in their name are left out.
+    Raises `DataError` if none remain.
+    """
     splits = [f"**/*{split}*{suffix}" for split in ("test", "validation") for suffix in SUFFIXES]
     files = list_files(path, *patterns, *splits, *(f"**/*{suffix}" for suffix in SUFFIXES))
-    others = [each for each in files if path.is_file() or "train" not in each.stem]
-    if not others:
+    usable_files = [file for file in files if path.is_file() or "train" not in file.stem]
+    if not usable_files:
         raise DataError(f"{path}: only training data in it; name the file itself to use it anyway")
-    return others
+    return usable_files
 
 
-def read_files(files: Sequence[Path]) -> Located:
+def read_files(files: Sequence[Path]) -> LocatedRows:
     """Yield (FILE:LINE, row) of JSON, JSON lines, Parquet and CSV files."""
     for file in files:
         if file.suffix == ".csv":
             yield from _read_csv(file)
             continue
-        whole = _read_single(file)
-        if whole is not None:
-            yield str(file), whole
+        single_row = _read_single(file)
+        if single_row is not None:
+            yield str(file), single_row
             continue
         for location, row in read_rows(file):
             yield str(location), row
@@ -66,7 +74,7 @@ def _read_single(file: Path) -> Row | None:
         return None  # JSON lines, or an error that the reader of rows explains
 
 
-def _read_csv(file: Path) -> Located:
+def _read_csv(file: Path) -> LocatedRows:
     """Yield (FILE:LINE, row) of a CSV file whose first line names the columns."""
     with explain_read_errors(str(file), DataError), open_csv(file) as stream:
         reader = csv.DictReader(stream)
@@ -81,15 +89,18 @@ def read_file(file: Path) -> str:
 
 
 def open_csv(file: Path) -> Any:
+    """Open a CSV file for reading; a byte order mark is skipped."""
     return file.open(encoding="utf-8-sig", newline="")
 
 
-def convert_rows(rows: Located, convert: Callable[[Row], Item | None]) -> list[Item]:
-    """Return the items that `convert` makes of rows; None leaves a row out.
+def convert_rows(rows: LocatedRows, convert: Callable[[Row], Item | None]) -> list[Item]:
+    """Return the items of rows. Rows for which `convert` returns None are left out.
 
-    Raises `DataError` with FILE:LINE of each row that `convert` refuses by `BadRow`.
+    Raises `DataError` with FILE:LINE of each unreadable row, and of each row for which `convert`
+    raises `BadRow` or `DataError`.
     """
-    items, problems = [], []
+    items = []
+    problems = []
     for place, row in rows:
         if isinstance(row, UnreadableRow):
             problems.append(f"{place}: {row.reason}")
@@ -110,10 +121,11 @@ def require(row: Row, *keys: str) -> str:
     """Return the first of the keys that the row has. Raises `BadRow` if it has none."""
     key = find_first_key(row, keys)
     if key is None:
-        has = ", ".join(map(repr, row)) or "none"
-        raise BadRow(f"lacks the field {' or '.join(map(repr, keys))}; it has: {has}")
+        present = ", ".join(map(repr, row)) or "none"
+        raise BadRow(f"lacks the field {' or '.join(map(repr, keys))}; it has: {present}")
     return key
 
 
 def read_field(row: Row, *keys: str) -> str:
+    """Return the text of the first of the keys that the row has. Raises `BadRow` if it has none."""
     return read_text(row, require(row, *keys))

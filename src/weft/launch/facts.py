@@ -36,7 +36,7 @@ from weft.experiments.planned_networks import build_memory_settings, describe_pl
 from weft.graph.mfc import MFCDef
 from weft.launch.cluster import check_processes, get_device_kind
 from weft.observe.memory import MIB, format_size, measure_file_pages_gb
-from weft.observe.plan_table import LEAST_SHOWN_SHARE
+from weft.observe.plan_table import MIN_SHOWN_SHARE
 from weft.planner import memory
 from weft.planner.cluster import find_cluster, find_least_memory, is_mixed
 from weft.planner.cost import SLOT
@@ -270,7 +270,7 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
     def format_peak(most: float) -> tuple[str, bool]:
         needed = expected.compute_needed(most, measure_file_pages_gb())
         line = expected.format_comparison(most, needed)
-        return line, needed * GIB >= LEAST_SHOWN_SHARE * room
+        return line, needed * GIB >= MIN_SHOWN_SHARE * room
 
     return format_peak
 

@@ -24,8 +24,8 @@ from weft.observe.metrics import (
 )
 
 BEST = "best.json"  # file in the folder of checkpoints
-MODES = {"max": 1, "min": -1}  # values of `save_best_mode`, and the directions they stand for
-# Last parts of metrics of evaluation tasks, in addition to those that `get_direction` knows.
+MODES = {"max": 1, "min": -1}  # values of `save_best_mode`, and the direction of each
+# Last parts of metrics of evaluation tasks, in addition to those in `weft.observe.metrics`.
 RISING = (
     "acc",
     "acc_norm",
@@ -90,9 +90,9 @@ def find_best_checkpoint(run: Path, role: str) -> Path:
 def find_direction(metric: str, mode: str | None = None) -> int:
     """Return 1 if higher values of a metric are better, or -1 if lower values are.
 
-    `mode` is the value of `save_best_mode`. Without it, the direction follows from the last part of
-    the metric's name, without what stands behind `@` or `,` as in `pass@1` and `acc,none`. Raises
-    `ConfigError` if the name does not tell.
+    `mode` is the value of `save_best_mode`. If it is None, the direction follows from the last part
+    of the metric's name, without a suffix after `@` or `,` as in `pass@1` and `acc,none`. Raises
+    `ConfigError` if no direction is known for the name.
     """
     if mode is not None:
         return MODES[mode]
@@ -116,7 +116,8 @@ def check_options(
 ) -> None:
     """Check `save_best`, `save_best_mode`, `early_stop_patience` and `early_stop_min_delta`.
 
-    Raises `ConfigError` if a value is out of range, or if an option lacks another one.
+    Raises `ConfigError` if a value is out of range, or if an option is set without another option
+    that it needs.
     """
     if mode not in (None, *MODES):
         raise ConfigError(f"save_best_mode={mode!r}: must be max or min")
@@ -139,9 +140,9 @@ def check_options(
 
 
 def check_metric_name(metric: str, nodes: Collection[str], *, evaluates: bool) -> None:
-    """Check the name of the metric `save_best` as far as possible before the run.
+    """Check the name of the metric `save_best`, before the run's metrics are known.
 
-    `nodes` are the nodes of the graph, and `evaluates` says whether there are evaluation metrics.
+    `nodes` are the nodes of the graph, and `evaluates` is True if there are evaluation metrics.
     Raises `ConfigError` if the name begins with neither a node nor `eval/`.
     """
     node, _, rest = metric.partition("/")
@@ -166,14 +167,14 @@ def check_metric_name(metric: str, nodes: Collection[str], *, evaluates: bool) -
 
 
 def build_missing_error(metric: str, names: Collection[str]) -> ConfigError:
-    """Return the error for a metric that the run does not have. `names` are those that it has."""
-    known = [name for name in names if "/" in name and not name.startswith(ABOUT_MACHINE)]
-    close = find_nearest(metric, known)
+    """Return the error for a metric that the run lacks; `names` are the metrics that it has."""
+    candidates = [name for name in names if "/" in name and not name.startswith(ABOUT_MACHINE)]
+    close = find_nearest(metric, candidates)
     if close:
         hint = f"did you mean {' or '.join(close)}? "
     else:
         hint = ""
     return ConfigError(
         f"save_best={metric}: the run does not have this metric; {hint}it has "
-        f"{', '.join(sorted(known)) or 'none'}"
+        f"{', '.join(sorted(candidates)) or 'none'}"
     )

@@ -34,16 +34,16 @@ from weft.observe.metrics import (
     group_metrics,
     split_metric_name,
 )
-from weft.observe.page import GREY, HUES, KNOWN, ORANGE, ColourPair
+from weft.observe.page import GREY, HUES, ORANGE, ROLE_HUES, ColourPair
 from weft.observe.run_files import RunFiles
 
-POINTS = 400  # maximum points of a line in the first view
-KEPT = 1000  # maximum points of a line in the page's data, shown when the reader zooms
+FIRST_VIEW_POINTS = 400  # maximum points of a line in the first view
+MAX_POINTS = 1000  # maximum points of a line in the page's data, shown when the reader zooms
 PAGE_POINTS = 200_000  # maximum points of all lines of a page
-FEWEST = 100  # points kept of each line on a page with very many lines
-DOTTED = 12  # lines of at most this many points show each point
-FIRST = 12  # number of charts shown without a click
-EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
+MIN_POINTS = 100  # maximum points of a line on a page with very many lines
+MAX_DOTS = 12  # a line with at most this many points shows each point as a dot
+NUM_VISIBLE_CHARTS = 12  # number of charts shown without a click
+NEVER_SMOOTHED = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Chart:
 def build_charts(run: RunFiles) -> list[Chart]:
     """Return all charts of a run, most informative first."""
     groups = drop_repeats(group_metrics(run.metric_names), run.get_series, compute_rank)
-    most = compute_points_per_line(sum(len(group.names) for group in groups))
-    return [_build_chart(run, group, most) for group in groups]
+    max_points = compute_points_per_line(sum(len(group.names) for group in groups))
+    return [_build_chart(run, group, max_points) for group in groups]
 
 
 def compute_points_per_line(num_lines: int) -> int:
@@ -114,13 +114,14 @@ def compute_points_per_line(num_lines: int) -> int:
 
     Because of this limit, even a page with a thousand metrics is quick to build and to open.
     """
-    return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
+    return max(MIN_POINTS, min(MAX_POINTS, PAGE_POINTS // max(1, num_lines)))
 
 
 def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
     """Split charts into those shown immediately and those shown after a click."""
-    telling = [chart for chart in charts if _is_informative(chart)][:FIRST]
-    return telling, [chart for chart in charts if not any(chart is each for each in telling)]
+    informative = [chart for chart in charts if _is_informative(chart)][:NUM_VISIBLE_CHARTS]
+    visible_ids = {id(chart) for chart in informative}
+    return informative, [chart for chart in charts if id(chart) not in visible_ids]
 
 
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
@@ -130,16 +131,16 @@ def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> Colo
     `roles`, the role is inferred from the node's name: `actor_train` belongs to `actor`. If the
     role is unknown, the colour is grey.
     """
-    known = roles or {}
+    known_hues = roles or {}
     return (
-        known.get(node)
-        or KNOWN.get(node.split("_")[0])
-        or (KNOWN["model"] if node in ("train", "sft", "gen") else GREY)
+        known_hues.get(node)
+        or ROLE_HUES.get(node.split("_")[0])
+        or (ROLE_HUES["model"] if node in ("train", "sft", "gen") else GREY)
     )
 
 
 def thin_series(
-    x: Sequence[float], y: Sequence[float], count: int = POINTS
+    x: Sequence[float], y: Sequence[float], count: int = FIRST_VIEW_POINTS
 ) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `count` points, keeping every spike.
 
@@ -148,27 +149,27 @@ def thin_series(
     """
     if len(x) <= count:
         return list(x), list(y)
-    keep = {0, len(x) - 1}
+    kept_indices = {0, len(x) - 1}
     edges = [round(index * len(x) / (count // 2 - 1)) for index in range(count // 2)]
-    for a, b in itertools.pairwise(edges):
-        stretch = y[a:b]
-        keep |= {a + stretch.index(min(stretch)), a + stretch.index(max(stretch))}
-    order = sorted(keep)
-    return [x[i] for i in order], [y[i] for i in order]
+    for start, stop in itertools.pairwise(edges):
+        segment = y[start:stop]
+        kept_indices |= {start + segment.index(min(segment)), start + segment.index(max(segment))}
+    indices = sorted(kept_indices)
+    return [x[i] for i in indices], [y[i] for i in indices]
 
 
-def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return at most `most` equally spaced round numbers within [low, high].
+def choose_ticks(low: float, high: float, max_ticks: int, *, integers: bool = False) -> list[float]:
+    """Return at most `max_ticks` equally spaced round numbers within [low, high].
 
-    The distance between neighbouring numbers is also round. If `whole` is True, the distance is a
-    whole number.
+    The distance between neighbouring numbers is also round. If `integers` is True, it is a whole
+    number.
     """
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    power = 10.0 ** math.floor(math.log10((high - low) / max_ticks))
     for factor in (1, 2, 2.5, 5, 10, 20):
-        step = max(1.0, round(power * factor)) if whole else power * factor
+        step = max(1.0, round(power * factor)) if integers else power * factor
         first = math.ceil(low / step - 1e-9)
         last = math.floor(high / step + 1e-9)
-        if last - first < most:
+        if last - first < max_ticks:
             break
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
@@ -176,26 +177,26 @@ def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> 
 def read_axes(run: RunFiles) -> dict[str, list[float]]:
     """Return the values of the x axes of a run's charts: `step`, `tokens` and `time`.
 
-    `tokens` is the number of tokens trained on, and `time` is the training time in seconds. Both
-    are counted from the start of the run. All three lists have one value for each step; for a long
-    run, only some of the steps are included.
+    `tokens` is the number of tokens trained on, and `time` is the training time in seconds, both
+    summed from the start of the run. All three lists have one value for each step; of a long run,
+    only some steps are included.
     """
     tokens = 0.0
     seconds = 0.0
     rows = []
-    counted = []
+    token_metrics = []
     for name in run.metric_names:
         if get_last_part(name) == "num_tokens":
-            counted.append(name)
+            token_metrics.append(name)
     for line in run.lines:
-        tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
+        tokens += max((float(line.get(name) or 0.0) for name in token_metrics), default=0.0)
         seconds += float(line.get("step_seconds") or 0.0)
         rows.append((float(line["step"]), tokens, round(seconds, 3)))
-    every = max(1, len(rows) // KEPT)
-    thinned_rows = rows if every == 1 else [*rows[::every], rows[-1]]
+    stride = max(1, len(rows) // MAX_POINTS)
+    thinned_rows = rows if stride == 1 else [*rows[::stride], rows[-1]]
     axes: dict[str, list[float]] = {}
-    for place, name in enumerate(("step", "tokens", "time")):
-        axes[name] = [row[place] for row in thinned_rows]
+    for column, name in enumerate(("step", "tokens", "time")):
+        axes[name] = [row[column] for row in thinned_rows]
     return axes
 
 
@@ -207,7 +208,9 @@ def build_page_data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[s
         for line in chart.lines:
             y = [float(f"{y:.6g}") for y in line.y]
             lines.append({"run": line.run, "x": [int(x) for x in line.x], "y": y})
-        drawn.append({"exact": get_last_part(chart.lines[0].name) in EXACT, "lines": lines})
+        drawn.append(
+            {"exact": get_last_part(chart.lines[0].name) in NEVER_SMOOTHED, "lines": lines}
+        )
     return {"axes": [read_axes(run) for run in runs], "charts": drawn}
 
 
@@ -216,11 +219,13 @@ def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
 
     `index` is the chart's index in the data for the page's script.
     """
-    telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
-    last = "" if chart.of_runs else format_number(telling.y[-1])
-    many = chart.of_runs or len(chart.lines) > 1
-    if many:
-        legend = "".join(_render_legend(place, line) for place, line in enumerate(chart.lines))
+    headline = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
+    last_value = "" if chart.of_runs else format_number(headline.y[-1])
+    has_legend = chart.of_runs or len(chart.lines) > 1
+    if has_legend:
+        legend = "".join(
+            _render_legend(index_in_chart, line) for index_in_chart, line in enumerate(chart.lines)
+        )
     else:
         legend = ""
     if chart.missing:
@@ -228,16 +233,18 @@ def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
     else:
         missing = ""
     unit = f" · {chart.help.unit}" if chart.help and chart.help.unit else ""
-    named = (
+    title = (
         f'<span class="chart-title">{escape(chart.title)}</span> '
         f'<span class="chart-node">{escape(chart.node)}{escape(unit)}</span>'
     )
     # With several runs the readout shows only the step; the values are in the legend.
-    kind = " data-step" if chart.of_runs else ""
-    readout = f'<output class="readout" aria-live="off"{kind}>{escape(last)}</output>'
+    step_attribute = " data-step" if chart.of_runs else ""
+    readout = (
+        f'<output class="readout" aria-live="off"{step_attribute}>{escape(last_value)}</output>'
+    )
     return (
         f'<figure class="chart{" large" if large else ""}" data-chart="{index}">'
-        f"<figcaption><div>{named}</div>{missing}{readout}{_render_help(chart)}</figcaption>"
+        f"<figcaption><div>{title}</div>{missing}{readout}{_render_help(chart)}</figcaption>"
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(describe_chart(chart))}">'
         f"{_render_plot(chart, large)}</div>"
         f"{f'<ul class=legend>{legend}</ul>' if legend else ''}</figure>"
@@ -266,9 +273,9 @@ def describe_chart(chart: Chart) -> str:
     """Describe the chart in words for screen readers."""
     descriptions = []
     for line in chart.lines:
-        what = f"{line.label}: " if len(chart.lines) > 1 else ""
+        prefix = f"{line.label}: " if len(chart.lines) > 1 else ""
         descriptions.append(
-            f"{what}from {format_number(line.y[0])} at step {format_number(line.x[0])} to {format_number(line.y[-1])} "
+            f"{prefix}from {format_number(line.y[0])} at step {format_number(line.x[0])} to {format_number(line.y[-1])} "
             f"at step {format_number(line.x[-1])}, "
             f"lowest {format_number(min(line.y))}, highest {format_number(max(line.y))}"
         )
@@ -276,56 +283,58 @@ def describe_chart(chart: Chart) -> str:
 
 
 def _render_plot(chart: Chart, large: bool) -> str:
+    """Render the grid, the lines and the tick labels of a chart."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in choose_ticks(y0, y1, 6 if large else 4)]
     columns = []
-    for x in choose_ticks(x0, x1, 7 if large else 5, whole=True):
+    for x in choose_ticks(x0, x1, 7 if large else 5, integers=True):
         columns.append((x, 100 * (x - x0) / (x1 - x0)))
-    grid = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for _, at in rows)
+    grid = "".join(f'<path class="grid" d="M0 {position:.2f}H100"/>' for _, position in rows)
     lines = "".join(
-        f'<path class="raw" data-line="{place}" style="{format_hue(line.hue)}" d="{_render_path(line, chart)}"/>'
-        for place, line in reversed(list(enumerate(chart.lines)))
+        f'<path class="raw" data-line="{index}" style="{format_hue(line.hue)}" d="{_render_path(line, chart)}"/>'
+        for index, line in reversed(list(enumerate(chart.lines)))
     )
     dots = "".join(
         _render_dot(chart, line, x, y)
         for line in chart.lines
-        if len(line.x) <= DOTTED
+        if len(line.x) <= MAX_DOTS
         for x, y in zip(line.x, line.y, strict=True)
     )
     return (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{grid}{lines}</svg>{dots}'
         + "".join(
-            f'<span class="tick y" style="top:{at:.2f}%">{escape(format_number(y))}</span>'
-            for y, at in rows
+            f'<span class="tick y" style="top:{position:.2f}%">{escape(format_number(y))}</span>'
+            for y, position in rows
         )
         + "".join(
-            f'<span class="tick x{_choose_edge_class(at)}" style="left:{at:.2f}%">'
-            f"{'step ' if place == 0 else ''}{escape(format_number(x))}</span>"
-            for place, (x, at) in enumerate(columns)
+            f'<span class="tick x{_choose_edge_class(position)}" style="left:{position:.2f}%">'
+            f"{'step ' if index == 0 else ''}{escape(format_number(x))}</span>"
+            for index, (x, position) in enumerate(columns)
         )
     )
 
 
-def _choose_edge_class(at: float) -> str:
+def _choose_edge_class(position: float) -> str:
     """Return the CSS class that keeps a tick's label inside the chart near the ends of the axis.
 
-    `at` is the position of the tick in percent of the axis. Returns "" for a tick that is not near
-    an end.
+    `position` is the position of the tick in percent of the axis. Returns "" for a tick that is not
+    near an end.
     """
-    if at < 4:
+    if position < 4:
         return " first"
-    if at > 96:
+    if position > 96:
         return " last"
     return ""
 
 
 def _render_path(line: ChartLine, chart: Chart) -> str:
+    """Return the SVG path of a line, in percent of the chart's width and height."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
-    right = 100 / (x1 - x0)
-    down = 100 / (y1 - y0)
+    x_scale = 100 / (x1 - x0)
+    y_scale = 100 / (y1 - y0)
     points = []
     for x, y in zip(*thin_series(line.x, line.y), strict=True):
-        points.append((right * (x - x0), down * (y1 - y)))
+        points.append((x_scale * (x - x0), y_scale * (y1 - y)))
     return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(
         itertools.chain.from_iterable(points)
     )
@@ -341,9 +350,9 @@ def _render_dot(chart: Chart, line: ChartLine, x: float, y: float) -> str:
     )
 
 
-def _render_legend(place: int, line: ChartLine) -> str:
+def _render_legend(index: int, line: ChartLine) -> str:
     value = f"<b>{escape(format_number(line.y[-1]))}</b>"
-    return f'<li data-line="{place}"><i style="{format_hue(line.hue)}"></i>{escape(line.label)} {value}</li>'
+    return f'<li data-line="{index}"><i style="{format_hue(line.hue)}"></i>{escape(line.label)} {value}</li>'
 
 
 def format_hue(hue: ColourPair) -> str:
@@ -351,25 +360,26 @@ def format_hue(hue: ColourPair) -> str:
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
-def _build_chart(run: RunFiles, group: MetricGroup, most: int) -> Chart:
-    listed = group.names
-    nodes = list(dict.fromkeys(find_node(name) for name in listed if not name.startswith(EVAL)))
+def _build_chart(run: RunFiles, group: MetricGroup, max_points: int) -> Chart:
+    """Build the chart of a group of metrics, with at most `max_points` points per line."""
+    names = group.names
+    nodes = list(dict.fromkeys(find_node(name) for name in names if not name.startswith(EVAL)))
     hues = list(
         dict.fromkeys([*(choose_hue(node) for node in nodes if node != RUN), ORANGE, *HUES])
     )
     if group.measure == SECONDS:
         hues = list(HUES)
     lines = []
-    for place, name in enumerate(listed):
+    for index, name in enumerate(names):
         lines.append(
             ChartLine(
                 name,
                 _choose_label(name, nodes),
-                hues[place % len(hues)],
-                *thin_series(*run.get_series(name), most),
+                hues[index % len(hues)],
+                *thin_series(*run.get_series(name), max_points),
             )
         )
-    missing = sum(run.count_not_finite(name) for name in listed)
+    missing = sum(run.count_not_finite(name) for name in names)
     return Chart(find_heading(group.measure), ", ".join(nodes or ["eval"]), lines, missing)
 
 
@@ -409,7 +419,7 @@ def _choose_label(name: str, nodes: Sequence[str]) -> str:
 
 
 def _is_informative(chart: Chart) -> bool:
-    known, _ = compute_rank(chart.lines[0].name)
-    return known < compute_rank("unknown")[0] and any(
+    rank, _ = compute_rank(chart.lines[0].name)
+    return rank < compute_rank("unknown")[0] and any(
         min(line.y) < max(line.y) for line in chart.lines
     )

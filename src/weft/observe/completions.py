@@ -17,7 +17,8 @@ from weft.observe.page import ColourPair, escape_text, replace_control_character
 from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import SampleGroup, group_rows
 
-SHOWN = (
+# Keys with a separate place on the page, or that are not shown.
+PLACED_KEYS = (
     "step",
     "id",
     "k",
@@ -40,18 +41,19 @@ SHOWN = (
     "loss",
 )
 # Keys that only rows of the dataset have.
-TRAINED_ON = frozenset(("rank", "loss"))
+DATASET_KEYS = frozenset(("rank", "loss"))
 DATASET_NOTE = "Rows of the dataset that were trained on, as the model reads them. None of this text was written by the model."
-# Keys that answers of the model have, even if a graph ranks them.
-WRITTEN = frozenset(("reward", "finished"))
-ENDED = "ended with EOS or a stop text"
-COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
+# Keys that only completions of the model have. Ranked completions have a rank as well.
+COMPLETION_KEYS = frozenset(("reward", "finished"))
+STOPPED_TEXT = "ended with EOS or a stop text"
+TOKEN_COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
 def choose_heading(run: RunFiles) -> str:
-    """Return the title of the page's section, depending on what the samples are.
+    """Return the title of the section with the run's samples.
 
-    The samples can be completions of the model, or pairs or other rows of the dataset.
+    It depends on the samples: completions of the model, pairs of the dataset, or other rows of the
+    dataset.
     """
     rows = run.samples
     if not rows or any(not is_dataset_row(row) for row in rows):
@@ -63,15 +65,15 @@ def choose_heading(run: RunFiles) -> str:
 
 def is_dataset_row(row: Mapping[str, Any]) -> bool:
     """Return whether a sample is a row of the dataset rather than a completion of the model."""
-    return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
+    return not DATASET_KEYS.isdisjoint(row) and COMPLETION_KEYS.isdisjoint(row)
 
 
 def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
-    """Return HTML of the samples of several steps, and the per-token data for the page's script."""
+    """Return the HTML of a run's samples by step, and the per-token data for the page's script."""
     by_step = group_rows(run.samples)
     tokens: list[dict[str, Any]] = []
     rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
-    span = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    reward_range = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
     headline = _read_headline(run)
     tabs = "".join(
         f'<button type="button" data-step="{step:g}" aria-pressed="{str(step == max(by_step)).lower()}">'
@@ -80,7 +82,7 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
     )
     panels = "".join(
         f'<div class="panel" data-step="{step:g}"><h3>Step {format_number(step)}{_format_batch_mean(step, headline)}</h3>'
-        + "".join(render_group(group, span, tokens) for group in groups)
+        + "".join(render_group(group, reward_range, tokens) for group in groups)
         + "</div>"
         for step, groups in by_step.items()
     )
@@ -100,9 +102,9 @@ def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
     `tokens` are the per-token data of the answers.
     """
     choices = []
-    for key, word in COLOURS.items():
-        if any(key in t for t in tokens):
-            choices.append(f'<option value="{key}">{word}</option>')
+    for key, label in TOKEN_COLOURS.items():
+        if any(key in token_data for token_data in tokens):
+            choices.append(f'<option value="{key}">{label}</option>')
     if choices:
         options = f'<option value="">nothing</option>{"".join(choices)}'
         colour = f'<label>Colour tokens by <select id="colour">{options}</select></label>'
@@ -133,34 +135,32 @@ def _format_batch_mean(step: float, headline: tuple[str, Mapping[float, float]])
 
 
 def render_group(
-    group: SampleGroup, span: tuple[float, float], tokens: list[dict[str, Any]]
+    group: SampleGroup, reward_range: tuple[float, float], tokens: list[dict[str, Any]]
 ) -> str:
     """Render one prompt with all of its answers side by side.
 
-    `span` has the lowest and the highest reward on the page. The per-token data of the answers are
-    appended to `tokens`.
+    `reward_range` is the lowest and the highest reward on the page. The per-token data of the
+    answers are appended to `tokens`.
     """
     if group.prompt:
         prompt = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
     else:
         prompt = ""
-    right = ""
+    reference = ""
     if group.answer:
-        right = f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(group.answer)}</div>'
+        reference = f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(group.answer)}</div>'
     answers = "".join(
-        _render_answer(group, place, span, tokens) for place in range(len(group.rows))
+        _render_answer(group, index, reward_range, tokens) for index in range(len(group.rows))
     )
     return (
         f'<article class="group-of" data-columns="{choose_num_columns(len(group.rows))}">'
-        f"<header>{_render_group_line(group)}</header>{prompt}{right}"
+        f"<header>{_render_group_line(group)}</header>{prompt}{reference}"
         f'<div class="answers">{answers}</div></article>'
     )
 
 
 def choose_num_columns(count: int) -> int:
-    """Return the number of columns for `count` answers, so that few places in the last row are
-    empty.
-    """
+    """Return the number of columns for `count` answers; the last row has few empty places."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -171,18 +171,20 @@ def choose_num_columns(count: int) -> int:
 def _render_group_line(group: SampleGroup) -> str:
     """Render the line above a group of answers, with its id and a summary of its rewards.
 
-    For ranked answers, the summary is the margin between the best and the worst answer. For sampled
-    answers, it is the mean and range.
+    The summary is the margin between the best and the worst answer if they are ranked, else the
+    mean and the range of their rewards.
     """
     facts = [f"id {group.id}"] if group.id is not None else []
-    worth = [value for row in group.rows if (value := _read_score(row)) is not None]
-    if group.is_ranked and len(worth) > 1:
-        gap = worth[0] - worth[-1]
+    scores = [value for row in group.rows if (value := _read_score(row)) is not None]
+    if group.is_ranked and len(scores) > 1:
+        gap = scores[0] - scores[-1]
         facts.append(f"margin {format_number(gap)}, {'right' if gap > 0 else 'wrong'} order")
-    elif len(worth) > 1:
-        facts.append(f"mean reward of these {len(worth)}: {format_number(sum(worth) / len(worth))}")
-        low = format_number(min(worth))
-        high = format_number(max(worth))
+    elif len(scores) > 1:
+        facts.append(
+            f"mean reward of these {len(scores)}: {format_number(sum(scores) / len(scores))}"
+        )
+        low = format_number(min(scores))
+        high = format_number(max(scores))
         facts.append(f"all {low}" if low == high else f"from {low} to {high}")
     return "".join(f"<span>{escape(fact)}</span>" for fact in facts)
 
@@ -199,78 +201,80 @@ def _read_score(row: Mapping[str, Any]) -> float | None:
 
 
 def _render_answer(
-    group: SampleGroup, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]
+    group: SampleGroup, index: int, reward_range: tuple[float, float], tokens: list[dict[str, Any]]
 ) -> str:
-    row = group.rows[place]
+    row = group.rows[index]
     completion = (
         escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     )
     return (
-        f'<div class="answer">{_render_rank(group, place)}<div class="completion" tabindex="0" aria-label="answer"'
-        f"{append_tokens(row, tokens)}>{completion}</div><footer>{render_facts(row, span)}</footer></div>"
+        f'<div class="answer">{_render_rank(group, index)}<div class="completion" tabindex="0" aria-label="answer"'
+        f"{append_tokens(row, tokens)}>{completion}</div><footer>{render_facts(row, reward_range)}</footer></div>"
     )
 
 
-def _render_rank(group: SampleGroup, place: int) -> str:
+def _render_rank(group: SampleGroup, index: int) -> str:
     """Render the rank of an answer in a pair or ranking as chosen, rejected, or a number.
 
-    `place` is the index of the answer in `group.rows`, where the best answer comes first. Returns
-    "" if the answers are not ranked.
+    `index` is the position of the answer in `group.rows`, where the best answer comes first.
+    Returns "" if the answers are not ranked.
     """
     if not group.is_ranked:
         return ""
-    if place == 0:
-        word, style = "chosen", "good"
-    elif place == len(group.rows) - 1:
-        word, style = "rejected", "bad"
+    if index == 0:
+        label, style = "chosen", "good"
+    elif index == len(group.rows) - 1:
+        label, style = "rejected", "bad"
     else:
-        word, style = f"rank {place + 1}", ""
-    return f'<p class="verdict {style}">{word}</p>'
+        label, style = f"rank {index + 1}", ""
+    return f'<p class="verdict {style}">{label}</p>'
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
     """Append an answer's per-token data to `tokens`, and return an HTML attribute with its index.
 
-    The index is the position of the answer's data in `tokens`, for the page's script. Returns "" if
-    the answer's tokens are not known.
+    The page's script finds the answer's data in `tokens` by this index. Returns "" if the answer's
+    tokens are not known.
     """
-    pieces = row.get("tokens")
-    if not isinstance(pieces, list):
+    token_texts = row.get("tokens")
+    if not isinstance(token_texts, list):
         return ""
-    token_data: dict[str, Any] = {"t": [replace_control_characters(str(piece)) for piece in pieces]}
+    token_data: dict[str, Any] = {
+        "t": [replace_control_characters(str(text)) for text in token_texts]
+    }
     for name in ("logprobs", "advantages", "trained"):
         values = row.get(name)
         if (
             isinstance(values, list)
-            and len(values) == len(pieces)
-            and all(is_finite(each) for each in values)
+            and len(values) == len(token_texts)
+            and all(is_finite(value) for value in values)
         ):
             token_data[name] = values
     if "advantages" not in token_data and is_finite(row.get("advantage")):
-        token_data["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
+        token_data["advantages"] = [round(float(row["advantage"]), 4)] * len(token_texts)
     tokens.append(token_data)
     return f' data-tokens="{len(tokens) - 1}"'
 
 
-def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
+def render_facts(row: Mapping[str, Any], reward_range: tuple[float, float]) -> str:
     """Render the known values of an answer, such as its reward, most important first.
 
-    `span` has the lowest and the highest reward on the page, which are the ends of the bar that
-    shows the reward.
+    `reward_range` is the lowest and the highest reward on the page: the ends of the bar that shows
+    the reward.
     """
     facts = ""
     reward = row.get("reward", row.get("score"))
     name = "reward" if "reward" in row else "score"
     if isinstance(reward, int | float) and is_finite(reward):
-        low, high = span
+        low, high = reward_range
         share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
         facts += (
             f'<span class="reward">{name} <b>{format_number(float(reward))}</b>'
             f'<i class="meter" aria-hidden="true"><i style="width:{share:.0f}%"></i></i></span>'
         )
-    for key, word in (("loss", "loss"), ("advantage", "advantage")):
+    for key, label in (("loss", "loss"), ("advantage", "advantage")):
         if is_finite(row.get(key)):
-            facts += f"<span>{word} <b>{format_number(float(row[key]))}</b></span>"
+            facts += f"<span>{label} <b>{format_number(float(row[key]))}</b></span>"
     if is_finite(row.get("log_ratio")):
         facts += (
             f"<span>log-prob minus reference <b>{format_number(float(row['log_ratio']))}</b></span>"
@@ -279,29 +283,34 @@ def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     if (
         isinstance(values, list)
         and values
-        and all(is_finite(each) for each in values)
+        and all(is_finite(number) for number in values)
         and "loss" not in row
     ):
         facts += f"<span>log-prob per token {format_number(sum(values) / len(values))}</span>"
     return (
         facts
-        + _finish(row)
-        + "".join(_render_fact(key, value) for key, value in row.items() if key not in SHOWN)
+        + _render_finish_reason(row)
+        + "".join(_render_fact(key, value) for key, value in row.items() if key not in PLACED_KEYS)
     )
 
 
-def _finish(row: Mapping[str, Any]) -> str:
+def _render_finish_reason(row: Mapping[str, Any]) -> str:
+    """Render why an answer ended: by EOS or a stop text, or by its maximum length.
+
+    Returns "" if the reason is unknown.
+    """
     reason = row.get("finish_reason")
     if reason is None and is_finite(row.get("finished")):
         reason = "stop" if row["finished"] else "length"
     if reason not in ("stop", "length"):
         return ""
     if reason == "stop":
-        return f"<span>{ENDED}</span>"
+        return f"<span>{STOPPED_TEXT}</span>"
     return '<span class="warn">cut by length</span>'
 
 
 def _render_fact(name: str, value: Any) -> str:
+    """Render a number or a short text; "" for any other value."""
     if not is_finite(value) and not isinstance(value, str):
         return ""
     text = format_number(float(value)) if is_finite(value) else str(value)
@@ -310,38 +319,41 @@ def _render_fact(name: str, value: Any) -> str:
     return ""
 
 
-PROMPTS = 12
+MAX_PROMPTS = 12
 
 ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run)
 
 
-def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
+def render_answers(compared_runs: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
     """Return HTML with each run's latest answers to shared prompts, and the per-token data.
 
-    A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
+    A prompt is shared if at least two runs answered it. At most `MAX_PROMPTS` prompts are included;
     prompts that more runs answered come first. The page's script uses the per-token data to colour
     the tokens of the answers.
     """
-    latest = [_find_latest_groups(run) for _, _, run in listed]
+    groups_by_run = [_find_latest_groups(run) for _, _, run in compared_runs]
     counts: dict[str, int] = {}
-    for groups in latest:
+    for groups in groups_by_run:
         for prompt in groups:
             counts[prompt] = counts.get(prompt, 0) + 1
-    shared = [prompt for prompt, number_of in counts.items() if number_of > 1]
+    shared = [prompt for prompt, count in counts.items() if count > 1]
     shared.sort(
         key=lambda prompt: (
             -counts[prompt],
-            -max(groups[prompt].step for groups in latest if prompt in groups),
+            -max(groups[prompt].step for groups in groups_by_run if prompt in groups),
         )
     )
     tokens: list[dict[str, Any]] = []
-    blocks = "".join(_render_prompt(prompt, listed, latest, tokens) for prompt in shared[:PROMPTS])
+    blocks = "".join(
+        _render_prompt(prompt, compared_runs, groups_by_run, tokens)
+        for prompt in shared[:MAX_PROMPTS]
+    )
     if not blocks:
         return "", []
     choices = "".join(
-        f'<option value="{k}">{word}</option>'
-        for k, word in COLOURS.items()
-        if any(k in t for t in tokens)
+        f'<option value="{key}">{label}</option>'
+        for key, label in TOKEN_COLOURS.items()
+        if any(key in token_data for token_data in tokens)
     )
     tools = (
         '<div class="tools js" hidden><input id="search" class="filter" type="search" placeholder="Search prompts and answers" '
@@ -358,8 +370,8 @@ def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
     Ranked pairs that come from the dataset are left out.
     """
     latest_groups: dict[str, SampleGroup] = {}
-    for listed in group_rows(run.samples, most=1000).values():
-        for group in listed:
+    for groups in group_rows(run.samples, max_groups=1000).values():
+        for group in groups:
             if group.prompt and not group.is_ranked:
                 latest_groups[group.prompt] = group
     return latest_groups
@@ -367,26 +379,25 @@ def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
 
 def _render_prompt(
     prompt: str,
-    listed: Sequence[ComparedRun],
-    latest: Sequence[Mapping[str, SampleGroup]],
+    compared_runs: Sequence[ComparedRun],
+    groups_by_run: Sequence[Mapping[str, SampleGroup]],
     tokens: list[dict[str, Any]],
 ) -> str:
-    there = []
-    for shown_run, groups in zip(listed, latest, strict=True):
+    """Render a prompt with the answers of all runs that have one."""
+    answers = []
+    for compared_run, groups in zip(compared_runs, groups_by_run, strict=True):
         if prompt in groups:
-            there.append((shown_run, groups[prompt]))
-    right = next((group.answer for _, group in there if group.answer), None)
-    if right:
-        reference = (
-            f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(right)}</div>'
-        )
+            answers.append((compared_run, groups[prompt]))
+    reference_answer = next((group.answer for _, group in answers if group.answer), None)
+    if reference_answer:
+        reference = f'<div class="reference" tabindex="0"><b>Reference</b> {escape_text(reference_answer)}</div>'
     else:
         reference = ""
     cells = "".join(
-        _render_run_answer(label, hue, group, tokens) for (label, hue, _), group in there
+        _render_run_answer(label, hue, group, tokens) for (label, hue, _), group in answers
     )
     return (
-        f'<article class="group-of" data-columns="{min(len(there), 4)}"><div class="prompt" tabindex="0" aria-label="prompt">'
+        f'<article class="group-of" data-columns="{min(len(answers), 4)}"><div class="prompt" tabindex="0" aria-label="prompt">'
         f'{escape_text(prompt)}</div>{reference}<div class="answers">{cells}</div></article>'
     )
 
@@ -394,13 +405,14 @@ def _render_prompt(
 def _render_run_answer(
     label: str, hue: ColourPair, group: SampleGroup, tokens: list[dict[str, Any]]
 ) -> str:
+    """Render the first answer of one run to a prompt."""
     row = group.rows[0]
     completion = (
         escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     )
-    worth = group.read_values("reward")
-    if len(worth) > 1:
-        mean = f", mean reward of {len(worth)}: {format_number(sum(worth) / len(worth))}"
+    rewards = group.read_values("reward")
+    if len(rewards) > 1:
+        mean = f", mean reward of {len(rewards)}: {format_number(sum(rewards) / len(rewards))}"
     else:
         mean = ""
     reward = float(row["reward"]) if is_finite(row.get("reward")) else 0.0

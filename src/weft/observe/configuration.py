@@ -1,4 +1,4 @@
-"""Configuration of a run as HTML: how it was started, changed options, and all options."""
+"""Configuration of a run as HTML: its starts, its changed options, and all options."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from weft.observe.page import escape_text, render_folded
 from weft.observe.run_files import RunFiles
 from weft.options import iterate_options
 
-NAMES = ("experiment_name", "trial_name", "fileroot")  # identify the run; never a difference
-ABSENT = object()
-CHOSEN = "chosen by weft"  # shown in place of the default if weft chose the value
+IDENTITY_OPTIONS = (
+    "experiment_name",
+    "trial_name",
+    "fileroot",
+)  # identify a run and never count as changed
+ABSENT_VALUE = object()  # default of an option that the quickstart does not have
+CHOSEN_TEXT = "chosen by weft"  # shown in place of the default if weft chose the value
 
 
 def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,9 +72,9 @@ def compute_defaults(base: Any) -> dict[str, Any]:
     Values have the types that YAML loads, so tuples are lists.
     """
     defaults: dict[str, Any] = {}
-    for leaf in iterate_options(base):
-        defaults[leaf.name] = (
-            list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
+    for option in iterate_options(base):
+        defaults[option.name] = (
+            list(option.default) if isinstance(option.default, tuple) else option.default
         )
     return defaults
 
@@ -80,13 +84,15 @@ def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
 
     Returns None if the defaults are unknown.
     """
-    usual = find_defaults(run)
-    if usual is None:
+    defaults = find_defaults(run)
+    if defaults is None:
         return None
     changed_options = {}
     for name, value in flatten_options(run.config):
-        if name not in NAMES and value != usual.get(name, None if is_unset(value) else ABSENT):
-            changed_options[name] = (value, usual.get(name))
+        if name not in IDENTITY_OPTIONS and value != defaults.get(
+            name, None if is_unset(value) else ABSENT_VALUE
+        ):
+            changed_options[name] = (value, defaults.get(name))
     return changed_options
 
 
@@ -99,16 +105,16 @@ def find_chosen_options(run: RunFiles) -> frozenset[str]:
 
 
 def render_configuration(run: RunFiles) -> str:
-    """Render how the run was started, its changed options, and a folded list of all options."""
+    """Render the starts of the run, its changed options, and a folded list of all options."""
     parts = [render_starts(run)]
-    different = find_changed_options(run)
-    by_weft = find_chosen_options(run)
-    if different:
+    changed = find_changed_options(run)
+    chosen = find_chosen_options(run)
+    if changed:
         rows = "".join(
             f'<tr><th scope="row">{escape(name)}</th><td>{escape_text(format_briefly(value))}</td>'
-            f'<td class="quiet">{CHOSEN if name in by_weft else escape_text(format_value(default))}</td></tr>'
+            f'<td class="quiet">{CHOSEN_TEXT if name in chosen else escape_text(format_value(default))}</td></tr>'
             for name, (value, default) in sorted(
-                different.items(), key=lambda each: each[0] in by_weft
+                changed.items(), key=lambda item: item[0] in chosen
             )
         )
         parts.append(
@@ -119,7 +125,7 @@ def render_configuration(run: RunFiles) -> str:
     if run.config:
         parts.append(
             _render_all_options(run)
-            if different is None
+            if changed is None
             else render_folded("All options", _render_all_options(run), "all options")
         )
     return "".join(parts)
@@ -139,74 +145,73 @@ def render_starts(run: RunFiles) -> str:
 
     The details, such as the command, commit, host and versions, are read from `run.json`.
     """
-    starts = run.record.get("starts")
-    if isinstance(starts, list):
-        listed = [each for each in starts if isinstance(each, Mapping)]
+    recorded = run.record.get("starts")
+    if isinstance(recorded, list):
+        starts = [start for start in recorded if isinstance(start, Mapping)]
     else:
-        listed = []
-    if not listed:
+        starts = []
+    if not starts:
         return ""
     # Facts of the last start; earlier starts are one line.
-    last = listed[-1]
+    last = starts[-1]
     command = last.get("command")
     versions = last.get("versions")
     if isinstance(command, list):
-        words = shlex.join(map(str, command))
+        command_line = shlex.join(map(str, command))
     else:
-        words = str(command or "")
+        command_line = str(command or "")
+    if isinstance(versions, Mapping):
+        version_text = ", ".join(f"{package} {version}" for package, version in versions.items())
+    else:
+        version_text = ""
     commit = str(last.get("commit") or "")
+    if commit.endswith("+"):
+        commit = f"{commit.rstrip('+')} with changes"
+    earlier = []
+    for start in starts[:-1]:
+        earlier.append(f"{_format_time(start.get('time'))} at step {start.get('step', 0)}")
     facts = [
-        ("commit", f"{commit.rstrip('+')}{' with changes' if commit.endswith('+') else ''}"),
+        ("commit", commit),
         ("started", _format_time(last.get("time"))),
         ("host", str(last.get("host") or "")),
         ("folder", str(last.get("folder") or "")),
-        (
-            "versions",
-            ", ".join(f"{k} {v}" for k, v in versions.items())
-            if isinstance(versions, Mapping)
-            else "",
-        ),
+        ("versions", version_text),
         ("hardware", str(last.get("hardware") or run.hardware)),
-        (
-            "earlier starts",
-            ", ".join(
-                f"{_format_time(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1]
-            ),
-        ),
+        ("earlier starts", ", ".join(earlier)),
     ]
     # Render them below the command.
     rows = "".join(
         f"<div><dt>{name}</dt><dd>{escape_text(text)}</dd></div>" for name, text in facts if text
     )
-    if words:
-        code = f'<pre class="command" tabindex="0">{escape_text(words)}</pre>'
+    if command_line:
+        code = f'<pre class="command" tabindex="0">{escape_text(command_line)}</pre>'
     else:
         code = ""
     return f'<div class="card"><h3>How it was started</h3>{code}<dl class="facts">{rows}</dl></div>'
 
 
 def _format_time(seconds: Any) -> str:
-    known = is_finite(seconds) and 0 <= seconds <= LAST_TIME
-    if known:
+    """Format seconds since the epoch as local date and time; "" for an invalid value."""
+    if is_finite(seconds) and 0 <= seconds <= LAST_TIME:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     return ""
 
 
 def render_options(config: Mapping[str, Any]) -> str:
     """Render all options with their dotted names, in one section for each top-level group."""
-    alone = {}
+    ungrouped = {}
     for name, value in config.items():
         if not isinstance(value, Mapping):
-            alone[name] = value
-    blocks = {"run": alone} | {
+            ungrouped[name] = value
+    blocks = {"run": ungrouped} | {
         name: value for name, value in config.items() if isinstance(value, Mapping)
     }
     parts = []
     for group, values in blocks.items():
         rows = ""
         for name, value in flatten_options(values):
-            kind = "option unset" if is_unset(value) else "option"
-            rows += f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
+            style = "option unset" if is_unset(value) else "option"
+            rows += f'<div class="{style}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
         parts.append(
             f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>'
             if rows
@@ -221,7 +226,7 @@ def is_unset(value: Any) -> bool:
 
 
 def is_left_open(value: Any) -> bool:
-    """Return whether an option is unset or `auto`, so that weft chooses its value."""
+    """Return whether weft chooses an option's value: the option is unset or `auto`."""
     return is_unset(value) or value == "auto"
 
 
@@ -231,13 +236,13 @@ def format_briefly(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for display, with "none" for a value that is not set."""
-    if is_unset(value) or value is ABSENT:
+    """Format a value for display, with `none` for a value that is not set."""
+    if is_unset(value) or value is ABSENT_VALUE:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(format_value(each) for each in value)
+        return ", ".join(format_value(item) for item in value)
     return str(value)

@@ -26,8 +26,8 @@ from weft.observe.run_files import RunFiles
 from weft.observe.run_list import RunSummary, find_runs, list_runs
 
 HOME = "./"
-MOST_ITEMS = 50  # items of each kind on the page that compares two models
-Alive = Callable[[Path], bool]
+MAX_ITEMS = 50  # items of each kind on the page that compares two models
+IsAlive = Callable[[Path], bool]  # returns whether a process works on the run in a folder
 
 
 @dataclass(frozen=True)
@@ -53,43 +53,47 @@ class Dashboard:
     the file system.
     """
 
-    def __init__(self, root: Path, alive: Alive | None = None) -> None:
+    def __init__(self, root: Path, is_alive: IsAlive | None = None) -> None:
         self.root = root
-        self._alive = alive
+        self._is_alive = is_alive
         self._results = ResultReader()
 
     def answer(
-        self, page: str, query: Mapping[str, Sequence[str]], known: str = ""
+        self, page: str, query: Mapping[str, Sequence[str]], known_tag: str = ""
     ) -> DashboardAnswer:
         """Answer a request for a page.
 
         `page` is "" for the list of runs, "run" for the page of one run, "compare" for the
         comparison of several runs, or "items" for the answers of two evaluated models. `query` has
         the name of the run under the key `name`, the names of the compared runs under the key
-        `run`, or two models under the key `model`. `known` is the tag of the page that the client
-        already has.
+        `run`, or two models under the key `model`. `known_tag` is the tag of the page that the
+        client already has, or "".
         """
         if page == "":
-            return self._answer_index(known)
+            return self._answer_index(known_tag)
         if page == LINK_PAGE:
-            return self._answer_items(query, known)
+            return self._answer_items(query, known_tag)
         names = query.get("name" if page == "run" else "run", ())
         runs = {self.find_run_name(path): path for path in find_runs(self.root)}
         if page not in ("run", "compare") or not names or any(name not in runs for name in names):
             return NOT_FOUND
-        chosen = [runs[name] for name in dict.fromkeys(names)]
+        directories = [runs[name] for name in dict.fromkeys(names)]
         tag = _compute_tag(
-            *(_describe_files(path) for path in chosen),
-            *(repr(describe_result_files(path)) for path in chosen),
+            *(_describe_files(path) for path in directories),
+            *(repr(describe_result_files(path)) for path in directories),
         )
-        if tag == known:
+        if tag == known_tag:
             return DashboardAnswer(304, tag=tag)
         try:
-            read = [RunFiles.read(path) for path in chosen]
+            runs_read = [RunFiles.read(path) for path in directories]
             if page == "run":
-                built_page = report.build_page(read[0], live=tag, home=HOME, reader=self._results)
+                built_page = report.build_page(
+                    runs_read[0], live=tag, home=HOME, reader=self._results
+                )
             else:
-                built_page = compare.build_page(read, live=tag, home=HOME, reader=self._results)
+                built_page = compare.build_page(
+                    runs_read, live=tag, home=HOME, reader=self._results
+                )
         except UserError as error:
             return DashboardAnswer(400, str(error))
         return DashboardAnswer(200, built_page.render(), tag)
@@ -102,20 +106,23 @@ class Dashboard:
         name = run.relative_to(self.root).as_posix()
         return run.absolute().name if name == "." else name
 
-    def _answer_index(self, known: str) -> DashboardAnswer:
-        runs = list_runs(self.root, self._alive)
+    def _answer_index(self, known_tag: str) -> DashboardAnswer:
+        runs = list_runs(self.root, self._is_alive)
         tag = _compute_tag(*(repr(run) for run in runs), self._describe_results())
-        if tag == known:
+        if tag == known_tag:
             return DashboardAnswer(304, tag=tag)
         evaluations = render_evaluations([self.root], self._results, linked=True)
-        named = [(self.find_run_name(run.path), run) for run in runs]
-        page = build_index_page(named, self.root, tag, evaluations)
+        named_runs = [(self.find_run_name(run.path), run) for run in runs]
+        page = build_index_page(named_runs, self.root, tag, evaluations)
         return DashboardAnswer(200, page.render(), tag)
 
-    def _answer_items(self, query: Mapping[str, Sequence[str]], known: str) -> DashboardAnswer:
-        """Answer with the items on which two evaluated models differ, in one task or in all."""
+    def _answer_items(self, query: Mapping[str, Sequence[str]], known_tag: str) -> DashboardAnswer:
+        """Answer with the items on which two evaluated models differ.
+
+        Only the tasks under the key `task` of `query` are included, or all tasks if there are none.
+        """
         tag = _compute_tag(self._describe_results(), repr(sorted(query.items())))
-        if tag == known:
+        if tag == known_tag:
             return DashboardAnswer(304, tag=tag)
         models = list(query.get("model", ()))
         try:
@@ -139,9 +146,9 @@ def _describe_files(path: Path) -> str:
 
     The string contains the sizes and modification times of the run's files.
     """
-    files = sorted(each for each in path.iterdir() if each.is_file() and each.name != report.NAME)
-    stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    newest = max((at for _, _, at in stats), default=0) / 1e9
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.name != report.NAME)
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    newest = max((time_ns for _, _, time_ns in stats), default=0) / 1e9
     return repr((stats, time.time() - newest > 600))
 
 
@@ -159,9 +166,9 @@ def build_index_page(
 
     `evaluations` is the HTML of the table of evaluated checkpoints, or "".
     """
-    going = sum(run.status == "running" for _, run in runs)
+    num_running = sum(run.status == "running" for _, run in runs)
     summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
-        f", {going} of them running" if going else ""
+        f", {num_running} of them running" if num_running else ""
     )
     top = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">folder: '
@@ -191,9 +198,9 @@ def build_items_page(
 ) -> Page:
     """Build the page with the items on which two models differ, in `tasks` or in all tasks."""
     changes = []
-    for each in find_changes(table, *models, MOST_ITEMS):
-        if not tasks or each.column.task in tasks:
-            changes.append(each)
+    for change in find_changes(table, *models, MAX_ITEMS):
+        if not tasks or change.column.task in tasks:
+            changes.append(change)
     names = [escape_text(table.names[model]) for model in models]
     top = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">evaluations</p>'
@@ -210,17 +217,19 @@ def build_items_page(
 
 
 def _render_list(runs: Sequence[tuple[str, RunSummary]]) -> str:
-    heads = ("run", "algorithm", "status", "steps", "last", "size", "changed")
-    cells = "".join(f'<th scope="col"><button type="button">{head}</button></th>' for head in heads)
+    headings = ("run", "algorithm", "status", "steps", "last", "size", "changed")
+    cells = "".join(
+        f'<th scope="col"><button type="button">{heading}</button></th>' for heading in headings
+    )
     rows = "".join(_render_row(name, run) for name, run in runs)
     if len(runs) > 1:
-        choose = (
+        compare_link = (
             '<p class="js" hidden><a class="button" id="compare">Choose two runs to compare</a></p>'
         )
     else:
-        choose = ""
+        compare_link = ""
     return (
-        f'{choose}<div class="card scroll"><table class="runs sortable"><thead><tr><th></th>{cells}</tr></thead>'
+        f'{compare_link}<div class="card scroll"><table class="runs sortable"><thead><tr><th></th>{cells}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -234,41 +243,42 @@ def _render_row(name: str, run: RunSummary) -> str:
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
     if run.metric and run.value is not None:
-        last = f"{find_title(run.metric)} <b>{format_number(run.value)}</b>"
+        last_value = f"{find_title(run.metric)} <b>{format_number(run.value)}</b>"
     else:
-        last = "–"
+        last_value = "–"
     if run.is_flagged:
         diagnosis = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>'
     else:
         diagnosis = ""
-    since = "" if run.changed is None else format_age(time.time() - run.changed)
+    age = "" if run.changed is None else format_age(time.time() - run.changed)
     cells = (
         _render_cell(
             name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{diagnosis}'
         ),
         _render_cell(run.algorithm or "", escape(run.algorithm or "–")),
-        _render_cell(run.status, render_status(run.status, flagged=run.is_flagged)),
+        _render_cell(run.status, render_status(run.status, is_flagged=run.is_flagged)),
         _render_cell("" if run.step is None else str(run.step), f"{share}{steps}"),
-        _render_cell("" if run.value is None else str(run.value), last),
+        _render_cell("" if run.value is None else str(run.value), last_value),
         _render_cell(str(run.num_bytes), format_size(run.num_bytes)),
         _render_cell(
-            "" if run.changed is None else str(-run.changed), f"{since} ago" if since else "–"
+            "" if run.changed is None else str(-run.changed), f"{age} ago" if age else "–"
         ),
     )
-    box = f'<input type="checkbox" name="run" value="{escape(name)}" aria-label="Compare {escape(name)}">'
-    return f"<tr><td>{box}</td>{''.join(cells)}</tr>"
+    checkbox = f'<input type="checkbox" name="run" value="{escape(name)}" aria-label="Compare {escape(name)}">'
+    return f"<tr><td>{checkbox}</td>{''.join(cells)}</tr>"
 
 
 def format_age(seconds: float) -> str:
-    """Format a duration in its largest unit, such as `8 min`, `3 h` or `2 days`."""
-    for size_of, word in ((86400, "day"), (3600, "h"), (60, "min")):
-        if seconds >= size_of:
-            whole = int(seconds // size_of)
-            return f"{whole} {word}{'s' if word == 'day' and whole > 1 else ''}"
+    """Format a duration in whole units, such as `20 s`, `8 min`, `3 h` or `2 days`."""
+    for unit_seconds, unit in ((86400, "day"), (3600, "h"), (60, "min")):
+        if seconds >= unit_seconds:
+            count = int(seconds // unit_seconds)
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''}"
     return f"{max(0, int(seconds))} s"
 
 
 def _render_cell(key: str, content: str) -> str:
+    """Render a cell of the list; `key` is the value by which the page's script sorts it."""
     return f'<td data-sort="{escape(key)}">{content}</td>'
 
 

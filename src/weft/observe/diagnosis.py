@@ -1,7 +1,7 @@
-"""Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
+"""Diagnosis of a run from its metrics: problems, their usual causes, and options to try.
 
 The bounds of each metric are defined with its description in `weft.observe.metric_help`. This
-module also checks how values change over several steps: a rising loss, a falling reward, a worse
+module also finds problems that develop over several steps: a rising loss, a falling reward, a worse
 validation loss, repetitive text.
 """
 
@@ -26,23 +26,25 @@ from weft.observe.metrics import (
     is_finite,
 )
 
-LEAST_STEPS = 8  # a run with fewer steps is not diagnosed
-FACTS = 4  # maximum findings in the text of a diagnosis
-FIXES = 2  # maximum options to try in the text of a diagnosis
+MIN_STEPS = 8  # a run with fewer steps is not diagnosed
+MAX_FACTS = 4  # maximum findings in the text of a diagnosis
+MAX_FIXES = 2  # maximum options to try in the text of a diagnosis
 # Shipped algorithms; each has a group of options of the same name.
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
-GROUPED = ("grpo", "online_dpo")  # compare only completions of the same prompt
-WORSE = 0.02  # relative rise of a validation loss above its best that is reported
+COMPARING_ALGORITHMS = ("grpo", "online_dpo")  # compare only completions of the same prompt
+WORSE_LOSS = 0.02  # relative rise of a validation loss above its minimum from which it is reported
 # Pair accuracy below which nothing was learned; chance is 0.5, the margin allows for noise.
-CHANCE = 0.53
-SPREAD = 0.1  # fraction of the first reward spread below which rewards have collapsed
-REPEATS = 4.0  # deflate compresses only repetitive text by more than this factor
-TEXT = 80  # characters; shorter completions are not checked for repetition
-LONG_LENGTH = 3.0  # first response length, in tokens, above which short answers are a collapse
-ENDS = (1000, 3000)  # numbers of first and last lines that are used of a long run
-# Last parts of the names of the metrics used: those with bounds, and those needed by the checks.
-JUDGED = frozenset(one.pattern for one in HELP if (one.least, one.most) != (None, None)) | {
+CHANCE_ACCURACY = 0.53
+COLLAPSED_SPREAD = 0.1  # fraction of the first reward spread below which rewards have collapsed
+REPETITIVE_RATIO = 4.0  # deflate compresses only repetitive text by more than this factor
+MIN_TEXT_LENGTH = 80  # characters; shorter completions are not checked for repetition
+MIN_FIRST_LENGTH = 3.0  # tokens; if first answers are shorter, short answers are no collapse
+KEPT_LINES = (1000, 3000)  # numbers of first and last lines used if a run is long
+# Last parts of the names of metrics with bounds, and of metrics that the checks read.
+USED_METRICS = frozenset(
+    entry.pattern for entry in HELP if (entry.least, entry.most) != (None, None)
+) | {
     *("loss", "nll", "grad_norm", "reward", "reward_std", "accuracy", "accuracies", "kendalltau"),
 }
 FINE = "nothing is out of range"
@@ -58,17 +60,17 @@ class DiagnosisFinding:
     Attributes:
         key: identifier of the kind of problem, such as the metric's pattern in `metric_help`
         fact: description of the problem, including the measured value
-        means: usual cause of the problem
+        cause: usual cause of the problem
         fixes: options to try
-        weak: True if the problem also occurs in healthy runs, so that it is only reported
-            together with a finding that is not weak
+        is_weak: True if healthy runs can have the problem too; it is only reported together with
+            a finding that is not weak
     """
 
     key: str
     fact: str
-    means: str
+    cause: str
     fixes: Sequence[str] = ()
-    weak: bool = False
+    is_weak: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,10 @@ class RunDiagnosis:
         """One-line summary: the first findings, the usual cause, and options to try."""
         if self.is_sound:
             return FINE
-        facts = "; ".join(each.fact for each in self.findings[:FACTS])
-        fixes = list(dict.fromkeys(fix for each in self.findings for fix in each.fixes))[:FIXES]
-        tried = f" Try {', or '.join(fixes)}." if fixes else ""
-        return f"{facts}. Usually {self.findings[0].means}.{tried}"
+        facts = "; ".join(finding.fact for finding in self.findings[:MAX_FACTS])
+        fixes = dict.fromkeys(fix for finding in self.findings for fix in finding.fixes)
+        suggestion = f" Try {', or '.join(list(fixes)[:MAX_FIXES])}." if fixes else ""
+        return f"{facts}. Usually {self.findings[0].cause}.{suggestion}"
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,17 @@ class DiagnosedRun:
     columns: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Nearly all lines have the same metrics, maybe a thousand: select the names once per set.
-        wanted: dict[tuple[str, ...], list[str]] = {}
+        # Most lines have the same metrics, possibly a thousand: select the names once per set.
+        names_used: dict[tuple[str, ...], list[str]] = {}
         for line in self.lines:
             names = tuple(line)
-            if names not in wanted:
-                wanted[names] = [
+            if names not in names_used:
+                names_used[names] = [
                     name
                     for name in names
-                    if get_last_part(name) in JUDGED or get_last_part(name).startswith("kl_k")
+                    if get_last_part(name) in USED_METRICS or get_last_part(name).startswith("kl_k")
                 ]
-            for name in wanted[names]:
+            for name in names_used[names]:
                 if is_finite(line[name]):
                     steps, values = self.columns.setdefault(name, ([], []))
                     steps.append(float(line["step"]))
@@ -143,17 +145,15 @@ class DiagnosedRun:
         """Return the first training metric named `NODE/{last}`, such as `sft/loss`, or None."""
         return next(
             (
-                n
-                for n in self.columns
-                if get_last_part(n) == last and not n.startswith(NOT_TRAINING)
+                name
+                for name in self.columns
+                if get_last_part(name) == last and not name.startswith(NOT_TRAINING)
             ),
             None,
         )
 
     def find_option(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option with this dotted name, or `default` if it is missing or
-        None.
-        """
+        """Return an option's value by its dotted name, or `default` if it is missing or None."""
         value: Any = self.config()
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -183,41 +183,37 @@ class DiagnosedRun:
         If the node does not train a role, returns the main trained role: `actor` or `model`.
         """
         node = (name or "").partition("/")[0]
-        own = "actor" if self.kind in (*POLICIES, "dpo", "distill") else "model"
-        return node.removesuffix("_train") if node.endswith("_train") else own
+        default_role = "actor" if self.kind in (*POLICIES, "dpo", "distill") else "model"
+        return node.removesuffix("_train") if node.endswith("_train") else default_role
 
 
 def diagnose_run(
     lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()
 ) -> RunDiagnosis | None:
-    """Diagnose a run. Returns None if the run has too few steps.
+    """Diagnose a run. Returns None if the run has fewer than `MIN_STEPS` steps.
 
     `lines` are the rows of metrics.jsonl, oldest first; for a long run, the first and the last rows
     suffice. `samples` are rows of samples.jsonl. `config` is a function that returns the run's
     options.
     """
-    if len(lines) > sum(ENDS):
-        lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
+    if len(lines) > sum(KEPT_LINES):
+        lines = [*lines[: KEPT_LINES[0]], *lines[-KEPT_LINES[1] :]]
     run = DiagnosedRun(
         [line for line in lines if is_finite(line.get("step"))], algorithm, config, samples
     )
-    if len(run.lines) < LEAST_STEPS:
+    if len(run.lines) < MIN_STEPS:
         return None
-    findings = []
-    for check in CHECKS:
-        for finding in check(run):
-            findings.append(finding)
+    findings = [finding for check in CHECKS for finding in check(run)]
     # Findings on the KL come first. Weak findings alone do not count.
-    strong = sorted(
-        (each for each in findings if not each.weak), key=lambda each: not each.key.startswith("kl")
-    )
+    strong = [finding for finding in findings if not finding.is_weak]
+    strong.sort(key=lambda finding: not finding.key.startswith("kl"))
     if not strong:
         return RunDiagnosis()
     # Several signs together mean an exploited reward, which replaces the first finding.
-    hacked = _check_exploited(run, [finding.key for finding in findings])
-    ordered = strong + [finding for finding in findings if finding.weak]
-    if hacked is not None:
-        first = DiagnosisFinding(hacked.key, ordered[0].fact, hacked.means, hacked.fixes)
+    exploited = _check_exploited(run, [finding.key for finding in findings])
+    ordered = strong + [finding for finding in findings if finding.is_weak]
+    if exploited is not None:
+        first = DiagnosisFinding(exploited.key, ordered[0].fact, exploited.cause, exploited.fixes)
         ordered = [first, *ordered[1:]]
     return RunDiagnosis(ordered)
 
@@ -233,24 +229,24 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
-        about = find(name)
-        if about is None or name.startswith(NOT_TRAINING) or name.endswith(("_max", "_min")):
+        metric_help = find(name)
+        if metric_help is None or name.startswith(NOT_TRAINING) or name.endswith(("_max", "_min")):
             continue
-        least = about.least
-        most = about.most
+        least = metric_help.least
+        most = metric_help.most
         if (
             (least is None and most is None)
-            or about.pattern.partition("_")[0] in seen & {"kl"}
-            or about.pattern in seen
+            or metric_help.pattern.partition("_")[0] in seen & {"kl"}
+            or metric_help.pattern in seen
         ):
             continue
         value = median(values[-pace.count_last(len(values)) :])
         if (least is None or value >= least) and (most is None or value <= most):
             continue
-        if not _may_judge(run, about.pattern, values):
+        if not _may_judge(run, metric_help.pattern, values):
             continue
-        seen |= {about.pattern, about.pattern.partition("_")[0]}
-        yield _describe_out_of_bounds(run, name, about, value)
+        seen |= {metric_help.pattern, metric_help.pattern.partition("_")[0]}
+        yield _describe_out_of_bounds(run, name, metric_help, value)
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
@@ -264,57 +260,57 @@ def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
     if pattern == "truncated_fraction":
-        gen = f"{kind}.gen"
-        fixed = run.find_option(f"{gen}.min_new_tokens", 0) >= run.find_option(
-            f"{gen}.max_new_tokens", 1
-        )
-        return kind != "gen" and not fixed
+        min_new_tokens = run.find_option(f"{kind}.gen.min_new_tokens", 0)
+        max_new_tokens = run.find_option(f"{kind}.gen.max_new_tokens", 1)
+        return kind != "gen" and min_new_tokens < max_new_tokens
     if pattern == "clip_ratio":
         return run.find_option(f"{kind}.importance_level") != "sequence"
     if pattern == "sampler_logprob_diff":
         return not run.find_option(f"{kind}.max_staleness", 0)
     if pattern == "frac_reward_zero_std":
         reward = run.find_values(run.find_metric("reward"))
-        moved = pace.compute_change(reward) if reward else None
+        change = pace.compute_change(reward) if reward else None
         # On a solved task all rewards are equal, which is fine.
-        learned = moved is not None and moved.delta > (moved.noise or 0.0)
-        return kind in GROUPED and run.find_option(f"{kind}.group_size", 2) > 1 and not learned
+        has_learned = change is not None and change.delta > (change.noise or 0.0)
+        has_groups = kind in COMPARING_ALGORITHMS and run.find_option(f"{kind}.group_size", 2) > 1
+        return has_groups and not has_learned
     if pattern == "response_length":
-        return values[0] > LONG_LENGTH
+        return values[0] > MIN_FIRST_LENGTH
     return True
 
 
 def _describe_out_of_bounds(
-    run: DiagnosedRun, name: str, about: MetricHelp, value: float
+    run: DiagnosedRun, name: str, metric_help: MetricHelp, value: float
 ) -> DiagnosisFinding:
-    if about.least is not None and value < about.least:
-        bound = f"above {format_number(about.least)}"
+    if metric_help.least is not None and value < metric_help.least:
+        usual = f"above {format_number(metric_help.least)}"
+    elif metric_help.most:
+        usual = f"at most {format_number(metric_help.most)}"
     else:
-        bound = None
-    usual = bound or (f"at most {format_number(about.most)}" if about.most else "0")
-    unit = f" {about.unit}" if about.unit and about.unit != "share" else ""
-    if about.pattern == "truncated_fraction":
+        usual = "0"
+    unit = f" {metric_help.unit}" if metric_help.unit and metric_help.unit != "share" else ""
+    if metric_help.pattern == "truncated_fraction":
         fact = f"{value:.0%} of the answers are cut by length"
     else:
         fact = f"{find_title(name)} {format_number(value)}{unit} (usual: {usual})"
-    cause = _find_cause(run, name, about.pattern)
-    return DiagnosisFinding(about.pattern, fact, cause.means, cause.fixes, cause.weak)
+    problem = _find_cause(run, name, metric_help.pattern)
+    return DiagnosisFinding(metric_help.pattern, fact, problem.text, problem.fixes, problem.is_weak)
 
 
 @dataclass(frozen=True)
 class ProblemCause:
     """Usual cause of a metric that is out of range.
 
-    `fixes` are options to try, with placeholders that `_find_cause` fills. `weak` is True if healthy
-    runs also have the problem.
+    `text` is a clause that completes `Usually ...`. `fixes` are options to try, with placeholders
+    that `_find_cause` fills. `is_weak` is True if healthy runs can have the problem too.
     """
 
-    means: str
+    text: str
     fixes: tuple[str, ...] = ()
-    weak: bool = False
+    is_weak: bool = False
 
 
-HARDER = "easier or harder prompts"
+OTHER_PROMPTS = "easier or harder prompts"
 TOO_LARGE = ProblemCause("the updates are too large", ("{rate}", "fewer {kind}.ppo_epochs"))
 SAMPLER_DIFFERS = ProblemCause(
     "the sampling policy differs too much from the trained policy",
@@ -325,7 +321,7 @@ REWARD_FAILS = ProblemCause(
     "the reward function is slow or fails", ("a higher reward_timeout_s", "a look at weft logs")
 )
 UNKNOWN_CAUSE = ProblemCause("the run has a problem that weft does not recognize")
-# pattern in `metric_help` -> cause; `kl` stands for all patterns that begin with it
+# pattern in `metric_help` -> cause; `kl` covers all patterns that begin with it
 CAUSES = {
     "kl": ProblemCause(
         "the policy has moved far from its reference and exploits the reward",
@@ -336,10 +332,13 @@ CAUSES = {
         ("{longer}", "a look at the completions"),
     ),
     "frac_reward_zero_std": ProblemCause(
-        "the prompts are all too easy or too hard, or the reward is always the same", (HARDER,)
+        "the prompts are all too easy or too hard, or the reward is always the same",
+        (OTHER_PROMPTS,),
     ),
     "entropy": ProblemCause(
-        "the policy always writes the same and no longer learns", ("{more_kl}", "{rate}"), weak=True
+        "the policy always writes the same and no longer learns",
+        ("{more_kl}", "{rate}"),
+        is_weak=True,
     ),
     "response_length": ProblemCause(
         "the policy has learned to end its answers at once", ("another reward", "{more_kl}")
@@ -371,10 +370,10 @@ CAUSES = {
     "unreadable": ProblemCause(
         "the judge does not answer in the required format", ("another judge prompt",)
     ),
-    "kept_fraction": ProblemCause("the filter drops nearly all prompts", (HARDER,)),
+    "kept_fraction": ProblemCause("the filter drops nearly all prompts", (OTHER_PROMPTS,)),
     "tied_fraction": ProblemCause(
         "most pairs have equal rewards and do not contribute to learning",
-        ("a finer reward", HARDER),
+        ("a finer reward", OTHER_PROMPTS),
     ),
     "balance_loss": ProblemCause(
         "a few experts get most of the tokens", ("a higher {role}.router_aux_loss_coef",)
@@ -414,10 +413,12 @@ def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> ProblemCause:
 
 
 def _check_finite(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
+    """Yield a finding if a loss or gradient norm is not finite in over half of the last steps."""
     last = run.lines[-pace.count_last(len(run.lines)) :]
-    for name in dict.fromkeys(
-        name for line in last for name in line if get_last_part(name) in ("loss", "grad_norm")
-    ):
+    names = dict.fromkeys(name for line in last for name in line)
+    for name in names:
+        if get_last_part(name) not in ("loss", "grad_norm"):
+            continue
         if sum(line.get(name, 0.0) is None for line in last) * 2 > len(last):
             yield DiagnosisFinding(
                 "nonfinite",
@@ -446,21 +447,25 @@ def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
             "the learning rate is too high",
             (run.format_scaled_rate(name), "a longer warm-up"),
         )
-    leads = find_headline(run.columns, run.algorithm)
+    headline = find_headline(run.columns, run.algorithm)
     if (
-        leads is not None
-        and get_last_part(leads) in ("accuracy", "accuracies")
+        headline is not None
+        and get_last_part(headline) in ("accuracy", "accuracies")
         and run.kind != "sft"
     ):
-        yield from _check_chance(run, leads)
+        yield from _check_chance(run, headline)
     yield from _check_overfitting(run, loss)
 
 
 def _check_chance(run: DiagnosedRun, name: str) -> Iterator[DiagnosisFinding]:
+    """Yield a finding if the pair accuracy `name` is no better than chance at the end of the run.
+
+    The accuracy on validation rows is used if the run has one.
+    """
     values = run.find_values(find_evaluation(name, run.columns)) or run.find_values(name)
-    reached = pace.compute_end_mean(values)
-    if reached < CHANCE and len(run.lines) >= 3 * LEAST_STEPS:
-        fact = f"{find_title(name)} {format_number(reached)} (chance: 0.5)"
+    accuracy = pace.compute_end_mean(values)
+    if accuracy < CHANCE_ACCURACY and len(run.lines) >= 3 * MIN_STEPS:
+        fact = f"{find_title(name)} {format_number(accuracy)} (chance: 0.5)"
         fixes = (run.format_scaled_rate(name, 3), "more epochs", "a look at the pairs")
         yield DiagnosisFinding(
             "accuracy",
@@ -474,26 +479,27 @@ def _check_overfitting(
     run: DiagnosedRun, training: pace.MetricChange | None
 ) -> Iterator[DiagnosisFinding]:
     """Yield a finding if the validation loss rises above its minimum while the training loss falls."""
-    name = next((n for n in (f"{EVAL}loss", f"{EVAL}nll") if n in run.columns), None)
-    if name is None or training is None or training.delta >= 0:
+    losses = [name for name in (f"{EVAL}loss", f"{EVAL}nll") if name in run.columns]
+    if not losses or training is None or training.delta >= 0:
         return
+    name = losses[0]
     steps, values = run.columns[name]
-    low = min(values)
+    lowest = min(values)
     if (
         len(values) >= 3
-        and values[-1] - low > WORSE * abs(low)
-        and values.index(low) < len(values) - 1
+        and values[-1] - lowest > WORSE_LOSS * abs(lowest)
+        and values.index(lowest) < len(values) - 1
     ):
-        at = steps[values.index(low)]
+        best_step = steps[values.index(lowest)]
         fact = (
-            f"{find_title(name)} rose to {format_number(values[-1])} from {format_number(low)} at "
-            f"step {format_number(at)}, while training loss fell"
+            f"{find_title(name)} rose to {format_number(values[-1])} from {format_number(lowest)} at "
+            f"step {format_number(best_step)}, while training loss fell"
         )
         yield DiagnosisFinding(
             "memorizes",
             fact,
             "the model memorizes the training rows",
-            (f"max_steps={at:g}", "more rows or fewer epochs"),
+            (f"max_steps={best_step:g}", "more rows or fewer epochs"),
         )
 
 
@@ -501,29 +507,33 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield findings if the reward falls, or if the rewards of different answers become equal."""
     reward = run.find_metric("reward")
     spread = run.find_values(run.find_metric("reward_std"))
-    moved = pace.compute_change(run.find_values(reward)) if reward else None
-    if moved is not None and moved.noise is not None and moved.delta < -moved.noise:
-        at = format_number(moved.first)
-        to = format_number(moved.last)
+    change = pace.compute_change(run.find_values(reward)) if reward else None
+    if change is not None and change.noise is not None and change.delta < -change.noise:
+        first_reward = format_number(change.first)
+        last_reward = format_number(change.last)
         rate = run.format_scaled_rate(
-            next((n for n in run.columns if n.startswith("actor_train/")), "actor_train/")
+            next((name for name in run.columns if name.startswith("actor_train/")), "actor_train/")
         )
         yield DiagnosisFinding(
-            "reward", f"reward fell from {at} to {to}", "the updates are too large", (rate,)
+            "reward",
+            f"reward fell from {first_reward} to {last_reward}",
+            "the updates are too large",
+            (rate,),
         )
-    if spread and run.kind in (*GROUPED, "ppo", ""):
+    if spread and run.kind in (*COMPARING_ALGORITHMS, "ppo", ""):
         first = pace.compute_mean(spread[: pace.count_first(len(spread))])
         last = pace.compute_end_mean(spread)
         level = abs(pace.compute_end_mean(run.find_values(reward))) if reward else 0.0
-        if last < SPREAD * first or 0 < last < 0.02 * level:
-            means = "all answers get the same reward, so there is nothing left to learn"
-            before = f" ({format_number(first)} at first)" if last < SPREAD * first else ""
+        has_collapsed = last < COLLAPSED_SPREAD * first
+        if has_collapsed or 0 < last < 0.02 * level:
+            cause = "all answers get the same reward, so there is nothing left to learn"
+            comparison = f" ({format_number(first)} at first)" if has_collapsed else ""
             yield DiagnosisFinding(
                 "reward_std",
-                f"reward spread {format_number(last)}{before}",
-                means,
+                f"reward spread {format_number(last)}{comparison}",
+                cause,
                 ("a look at the completions",),
-                weak=True,
+                is_weak=True,
             )
 
 
@@ -532,44 +542,35 @@ def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
     There is no finding if at least half of the first step's completions were repetitive too.
     """
-    answers = (row for row in run.samples if "reward" in row or "finished" in row)
-    written = []
-    for row in answers:
-        if isinstance(row.get("completion"), str):
-            written.append(row)
-    steps = []
-    for row in written:
-        if is_finite(row.get("step")):
-            steps.append(float(row["step"]))
-    if not steps:
+    texts_by_step: dict[float, list[str]] = {}
+    for row in run.samples:
+        text = row.get("completion")
+        is_answer = "reward" in row or "finished" in row
+        if is_answer and isinstance(text, str) and is_finite(row.get("step")):
+            texts_by_step.setdefault(float(row["step"]), []).append(text)
+    if not texts_by_step:
         return
-    last = []
-    for row in written:
-        if row.get("step") == max(steps):
-            last.append(str(row["completion"]))
-    if min(steps) < max(steps):
-        first = []
-        for row in written:
-            if row.get("step") == min(steps):
-                first.append(str(row["completion"]))
-    else:
-        first = []
-    shares = []
-    for texts in (first, last):
-        shares.append(sum(map(_is_repetitive, texts)) / len(texts) if texts else 0.0)
-    if shares[1] >= 0.5 and shares[0] < 0.5:
-        means = "the text has collapsed"
+    first, last = min(texts_by_step), max(texts_by_step)
+    before = _compute_repetitive_share(texts_by_step[first]) if first < last else 0.0
+    share = _compute_repetitive_share(texts_by_step[last])
+    if share >= 0.5 and before < 0.5:
         yield DiagnosisFinding(
             "text",
-            f"{shares[1]:.0%} of the last answers repeat themselves",
-            means,
+            f"{share:.0%} of the last answers repeat themselves",
+            "the text has collapsed",
             ("a look at the completions",),
         )
 
 
+def _compute_repetitive_share(texts: Sequence[str]) -> float:
+    return sum(map(_is_repetitive, texts)) / len(texts)
+
+
 def _is_repetitive(text: str) -> bool:
-    raw = text.encode(errors="replace")
-    return len(text) >= TEXT and len(raw) > REPEATS * len(zlib.compress(raw, 9))
+    """Return whether a text is long enough to be checked, and compresses well."""
+    encoded = text.encode(errors="replace")
+    compressed = zlib.compress(encoded, 9)
+    return len(text) >= MIN_TEXT_LENGTH and len(encoded) > REPETITIVE_RATIO * len(compressed)
 
 
 def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:
@@ -578,18 +579,18 @@ def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding
     `keys` are the keys of the findings so far. The `fact` of the returned finding is empty; the
     caller fills it in. Returns None if the reward does not seem to be exploited.
     """
-    far = any(key.startswith("kl") for key in keys)
+    has_high_kl = any(key.startswith("kl") for key in keys)
     collapsed = []
     for key in keys:
         if key in ("truncated_fraction", "reward_std", "text", "entropy", "response_length"):
             collapsed.append(key)
-    if len(collapsed) + 2 * far < 3:
+    if len(collapsed) + 2 * has_high_kl < 3:
         return None
     fixes = _find_cause(run, run.find_metric("kl") or "actor_train/kl", "kl").fixes
     if run.find_metric("kl") is None and run.find_option(f"{run.kind}.kl_coef") == 0:
         fixes = (f"{run.kind}.kl_coef=0.01", *fixes[1:])
-    means = "the policy exploits the reward instead of solving the task: read the completions"
-    return DiagnosisFinding("exploited", "", means, fixes)
+    cause = "the policy exploits the reward instead of solving the task: read the completions"
+    return DiagnosisFinding("exploited", "", cause, fixes)
 
 
 CHECKS = (_check_finite, _check_bounds, _check_policy, _check_supervised, _check_text)

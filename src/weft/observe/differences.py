@@ -12,19 +12,13 @@ from weft.observe.metrics import EVAL, get_last_part
 from weft.observe.run_files import RunFiles
 
 ALGORITHM = "algorithm"
-SOURCES = (
-    "reward",
-    "reward_column",
-    "rew.path",
-    "rew.url",
-    "rew_step",
-    "rew_weight",
-)  # options that define the reward
+# Options that define the reward; the first four name a source of rewards.
+REWARD_OPTIONS = ("reward", "reward_column", "rew.path", "rew.url", "rew_step", "rew_weight")
 # Options of `dataset` that select the rows.
 TRAINING_ROWS = ("path", "train_path", "named", "sources")
 VALIDATION_ROWS = ("valid_path", "valid_split")
-FREE_OF_SCALE = ("accuracies", "kendalltau")  # preference metrics that do not depend on beta
-FACTS = ("commit", "host", "hardware")
+SCALE_FREE_METRICS = ("accuracies", "kendalltau")  # preference metrics that do not depend on beta
+START_FACTS = ("commit", "host", "hardware")  # recorded at each start, next to the versions
 
 
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
@@ -45,34 +39,35 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
         differences = {}
     # Match options under names without the algorithm's group.
     flat = [dict(configuration.flatten_options(run.config)) for run in runs]
-    own = [{_match_option(name, algorithms): name for name in values} for values in flat]
+    matched = [{_match_option(name, algorithms): name for name in values} for values in flat]
     changed_options = [configuration.find_changed_options(run) for run in runs]
-    for name in dict.fromkeys(name for names in own for name in names):
-        real = [names.get(name) for names in own]
+    for name in dict.fromkeys(name for names in matched for name in names):
+        full_names = [names.get(name) for names in matched]
         values = []
-        for each, key in zip(flat, real, strict=True):
-            values.append(each.get(key) if key is not None else None)
-        if name in configuration.NAMES or all(value == values[0] for value in values):
+        for options, key in zip(flat, full_names, strict=True):
+            values.append(options.get(key) if key is not None else None)
+        if name in configuration.IDENTITY_OPTIONS or all(value == values[0] for value in values):
             continue
         # Skip options that no user set.
         left_open = []
-        for value, key, run in zip(values, real, runs, strict=True):
+        for value, key, run in zip(values, full_names, runs, strict=True):
             left_open.append(
                 configuration.is_left_open(value) or key in configuration.find_chosen_options(run)
             )
-        changed = any(
+        is_changed = any(
             key is not None
             and (
-                each is None or (key in each and key not in configuration.find_chosen_options(run))
+                options is None
+                or (key in options and key not in configuration.find_chosen_options(run))
             )
-            for each, key, run in zip(changed_options, real, runs, strict=True)
+            for options, key, run in zip(changed_options, full_names, runs, strict=True)
         )
-        alike = (
-            all(key in values for key, values in zip(real, flat, strict=True))
-            and len(set(real)) == 1
+        is_in_all = (
+            all(key in values for key, values in zip(full_names, flat, strict=True))
+            and len(set(full_names)) == 1
         )
-        if not all(left_open) and (changed or alike):
-            differences[_format_option_name(name, real)] = values
+        if not all(left_open) and (is_changed or is_in_all):
+            differences[_format_option_name(name, full_names)] = values
     return differences
 
 
@@ -86,53 +81,65 @@ def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
     return f"{ALGORITHM}.{rest}" if dot and group in algorithms else name
 
 
-def _format_option_name(name: str, real: Sequence[str | None]) -> str:
+def _format_option_name(name: str, full_names: Sequence[str | None]) -> str:
     """Return the name under which an option is listed, such as `grpo|ppo.lr`.
 
-    The prefixes of all algorithms that have the option are joined. `real` has the full name of the
-    option in each run, or None if the run does not have the option.
+    The prefixes of all algorithms that have the option are joined. `full_names` has the full
+    name of the option in each run, or None if the run does not have the option.
     """
-    groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
+    groups = dict.fromkeys(
+        full_name.partition(".")[0] for full_name in full_names if full_name is not None
+    )
     if not name.startswith(f"{ALGORITHM}."):
         return name
     return f"{'|'.join(sorted(groups))}.{name.partition('.')[2]}"
 
 
 def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
-    """Return the options that determine what the metric `name` measures, with their values.
+    """Return the options that determine the meaning of the metric `name`, with their values.
 
     The metric can be compared between two runs if these options are equal. A loss depends on the
     algorithm and the algorithm's options, and a reward on the source of rewards. Both also depend
     on the rows of the dataset. Metrics such as times, memory and lengths depend on none of these
     options.
     """
-    about = find(name)
+    metric_help = find(name)
     last = get_last_part(name)
-    group = about.group if about is not None else ""
+    group = metric_help.group if metric_help is not None else ""
     options = dict(configuration.flatten_options(run.config))
     algorithm = configuration.find_algorithm(run) or ""
     option_names: list[str] = []
-    loss = last.endswith("loss")
+    is_loss = last.endswith("loss")
     if group in (REWARD, CRITIC):
-        known = any(not configuration.is_unset(options.get(option)) for option in SOURCES[:4])
-        option_names += SOURCES if known else ()
+        has_source = any(
+            not configuration.is_unset(options.get(option)) for option in REWARD_OPTIONS[:4]
+        )
+        option_names += REWARD_OPTIONS if has_source else ()
     elif (
-        not loss
+        not is_loss
         and group != PREFERENCES
         and last not in ("accuracy", "token_accuracy", "nll", "perplexity")
     ):
         return {ALGORITHM: algorithm} if last == "grad_norm" else {}
-    if (loss or group == PREFERENCES) and last not in FREE_OF_SCALE and algorithm not in POLICIES:
+    if (
+        (is_loss or group == PREFERENCES)
+        and last not in SCALE_FREE_METRICS
+        and algorithm not in POLICIES
+    ):
         for option in options:
             if option.startswith(f"{algorithm}.") and ".gen." not in option:
                 option_names.append(option)
     if name.startswith(EVAL):
-        valid = [f"dataset.{option}" for option in VALIDATION_ROWS]
+        validation_names = [f"dataset.{option}" for option in VALIDATION_ROWS]
     else:
-        valid = []
-    given = valid and not configuration.is_unset(options.get(valid[0]))
+        validation_names = []
+    has_validation_path = validation_names and not configuration.is_unset(
+        options.get(validation_names[0])
+    )
     option_names += (
-        valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
+        validation_names[:1]
+        if has_validation_path
+        else [*validation_names, *(f"dataset.{option}" for option in TRAINING_ROWS)]
     )
     kind = {ALGORITHM: algorithm} if group not in (REWARD, CRITIC) else {}
     return kind | {
@@ -149,10 +156,10 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
     for run, name in zip(runs, names, strict=True):
         if run.config:
             defining_options.append(find_defining_options(run, name))
-    options = dict.fromkeys(option for each in defining_options for option in each)
+    options = dict.fromkeys(option for values in defining_options for option in values)
     incomparable_options: list[str] = []
     for option in options:
-        if len({each[option] for each in defining_options if option in each}) > 1:
+        if len({values[option] for values in defining_options if option in values}) > 1:
             incomparable_options.append(option)
     return incomparable_options
 
@@ -164,18 +171,20 @@ def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[s
     start.
     """
     starts = [run.record.get("starts") for run in runs]
-    last = []
+    last_starts = []
     for run_starts in starts:
-        last.append(
+        last_starts.append(
             dict(run_starts[-1])
             if isinstance(run_starts, list) and run_starts and isinstance(run_starts[-1], Mapping)
             else {}
         )
     versions = []
-    for one in last:
-        versions.append({**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}})
-    names = dict.fromkeys(name for one in versions for name in one)
-    rows = []
-    for name in names:
-        rows.append((name, [str(one.get(name) or "") for one in versions]))
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+    for start in last_starts:
+        facts = {key: start.get(key) for key in START_FACTS}
+        versions.append({**(start.get("versions") or {}), **facts})
+    differences = []
+    for name in dict.fromkeys(name for facts in versions for name in facts):
+        values = [str(facts.get(name) or "") for facts in versions]
+        if len(set(values)) > 1:
+            differences.append((name, values))
+    return differences

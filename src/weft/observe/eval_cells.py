@@ -23,6 +23,7 @@ AVERAGE = "average"
 WILSON = "Wilson"
 BOOTSTRAP = "bootstrap"
 RECORDED = "1.96 standard errors"
+HASHED = ("documents", "prompts", "targets")  # in the order of `ItemRecord.hashes`
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class TableCell:
 
     Attributes:
         value: the score
-        interval: its 95% interval, or None if unknown
-        method: how the interval was computed; "" without one
-        num_items: number of items with a score
-        items: the items, if they can be compared
+        interval: 95% interval of the score, or None if unknown
+        method: method by which the interval was computed; "" if there is no interval
+        num_items: number of items with a score, or None if unknown
+        items: values of the items; None if they are unknown
         difference: difference from the base model on the same items, or None
         mark: 1 for better than the base model beyond noise, -1 for worse, 0 for neither
-        refusal: why the score cannot be compared with the base's; "" if it can
-        score: the result; None for an average over tasks
+        refusal: reason why the score cannot be compared with the base's; "" if it can
+        score: the result in the file; None for an average over tasks
         settings: settings of the tasks that must be equal for a comparison
     """
 
@@ -78,7 +79,7 @@ class TableCell:
 
 
 def build_cell(score: EvaluationScore, reader: ResultReader) -> tuple[TableCell, str]:
-    """Return the cell of a score, and a note about what it lacks, or ""."""
+    """Return the cell of a score, and a note on missing or unusable items, or ""."""
     items, problem = reader.load_items(score)
     if items is not None:
         interval = compute_interval(items.scored)
@@ -103,7 +104,7 @@ def add_average(
 ) -> tuple[TableColumn, str] | None:
     """Add the cells of the average over tasks, and return its column and a note on the tasks.
 
-    It is over the groups, and the tasks outside groups, of which all models have scores that are
+    The average is over groups, and tasks outside groups, for which all models have scores that are
     means from 0 to 1. Each has the same weight. Returns None if there are fewer than two.
     """
     averaged: dict[tuple[str, int | None], TableColumn] = {}
@@ -111,8 +112,8 @@ def add_average(
     for column in columns:
         if column.task in grouped:
             continue  # counts as a part of its group
-        there = [cells.get((model, column)) for model in models]
-        if column.rises and all(cell is not None and _is_share(cell) for cell in there):
+        column_cells = [cells.get((model, column)) for model in models]
+        if column.rises and all(cell is not None and _is_share(cell) for cell in column_cells):
             averaged.setdefault((column.task, column.shots), column)
     if len(averaged) < 2:
         return None
@@ -146,7 +147,7 @@ def find_grouped_tasks(scores: Iterable[EvaluationScore]) -> set[str]:
     grouped: set[str] = set()
     for subtasks in groups.values():
         grouped |= subtasks
-        grouped.update(name for name, own in groups.items() if own < subtasks)
+        grouped.update(name for name, others in groups.items() if others < subtasks)
     return grouped
 
 
@@ -166,7 +167,7 @@ def _join_tables(tables: Sequence[tuple[TableColumn, ItemTable]]) -> ItemTable:
     shares = []
     offset = 0
     for column, table in tables:
-        # The same task can be there with several numbers of shots.
+        # The same task can occur with several numbers of shots.
         keys += [(f"{task} {column.detail}", number) for task, number in table.keys]
         records += table.records
         parts.append(table.scored.parts + offset)
@@ -187,7 +188,7 @@ def _join_tables(tables: Sequence[tuple[TableColumn, ItemTable]]) -> ItemTable:
 def match_items(tables: Sequence[ItemTable]) -> ScoredItems | str:
     """Return the values of several models on the items that all of them have, [items, models].
 
-    If the models were not asked the same, returns the reason instead.
+    Returns the reason instead if the models answered different items.
     """
     first = tables[0]
     if any(table.scored.form != first.scored.form for table in tables):
@@ -198,36 +199,35 @@ def match_items(tables: Sequence[ItemTable]) -> ScoredItems | str:
         return "they share no items"
     rows = [np.array([index[key] for key in shared]) for index in indices]
     for table, chosen in zip(tables[1:], rows[1:], strict=True):
-        for row, own in zip(rows[0], chosen, strict=True):
-            known = first.records[row].hashes
-            other = table.records[own].hashes
-            if known != other:
-                names = ("documents", "prompts", "targets")
-                kind = next(n for n, a, b in zip(names, known, other, strict=True) if a != b)
-                return f"the {kind} differ"
+        for first_row, row in zip(rows[0], chosen, strict=True):
+            first_hashes = first.records[first_row].hashes
+            hashes = table.records[row].hashes
+            for name, expected, actual in zip(HASHED, first_hashes, hashes, strict=True):
+                if expected != actual:
+                    return f"the {name} differ"
         if not np.array_equal(table.scored.weights[chosen], first.scored.weights[rows[0]]):
             return "the weights of the items differ"
-    parts = first.scored.parts[rows[0]]
-    present, numbered = np.unique(parts, return_inverse=True)
-    shares = first.scored.shares[present]
+    first_parts = first.scored.parts[rows[0]]
+    present_parts, part_indices = np.unique(first_parts, return_inverse=True)
+    shares = first.scored.shares[present_parts]
     return ScoredItems(
         np.column_stack(
             [table.scored.values[chosen, 0] for table, chosen in zip(tables, rows, strict=True)]
         ),
         first.scored.weights[rows[0]],
-        numbered,
+        part_indices,
         shares / shares.sum(),
         first.scored.form,
     )
 
 
 def compare_cells(first: TableCell, second: TableCell) -> ScoreDifference | str:
-    """Return the difference of the second cell from the first, or why they cannot be compared."""
+    """Return the difference of the second cell from the first, or the reason for having none."""
     for name, setting in first.settings.items():
         other = second.settings.get(name)
         if other != setting:
-            what = name.split(" ")[-1]
-            return f"the {what} differs ({_shorten(setting)} and {_shorten(str(other))})"
+            setting_name = name.split(" ")[-1]
+            return f"the {setting_name} differs ({_shorten(setting)} and {_shorten(str(other))})"
     if first.items is None or second.items is None:
         return "there are no items to compare"
     matched = match_items([first.items, second.items])
@@ -244,24 +244,24 @@ def compare_with_base(
     models: Sequence[str],
     base: str,
 ) -> None:
-    """Add to each cell its difference from the base model, and marks of those beyond noise."""
+    """Add its difference from the base model to each cell, and a mark if it is beyond noise."""
     compared: list[tuple[str, TableColumn]] = []
     for column in columns:
-        known = cells.get((base, column))
+        base_cell = cells.get((base, column))
         for model in models:
             cell = cells.get((model, column))
-            if cell is None or known is None or model == base:
+            if cell is None or base_cell is None or model == base:
                 continue
-            difference = compare_cells(known, cell)
+            difference = compare_cells(base_cell, cell)
             if isinstance(difference, str):
                 cells[model, column] = replace(cell, refusal=difference)
             else:
                 cells[model, column] = replace(cell, difference=difference)
                 compared.append((model, column))
     differences = [cells[key].difference for key in compared]
-    corrected = adjust_for_comparisons([each.chance for each in differences if each is not None])
-    for key, chance in zip(compared, corrected, strict=True):
+    corrected = adjust_for_comparisons([item.p_value for item in differences if item is not None])
+    for key, p_value in zip(compared, corrected, strict=True):
         tested = cells[key].difference
-        if tested is not None and tested.is_beyond_noise(chance):
+        if tested is not None and tested.is_beyond_noise(p_value):
             is_better = (tested.value > 0) == key[1].rises
             cells[key] = replace(cells[key], mark=1 if is_better else -1)

@@ -1,10 +1,10 @@
-"""Read the result files of lm-evaluation-harness: scores of checkpoints, and their items.
+"""Reader for result files of lm-evaluation-harness: scores of checkpoints, and their items.
 
     reader = ResultReader()
     results = reader.read([Path("runs")])      # every results_*.json below the folders
-    reader.load_items(results.scores[0])     # items from samples_TASK_*.jsonl beside it
+    reader.load_items(results.scores[0])       # items from samples_TASK_*.jsonl in the same folder
 
-Anything that cannot be used becomes a note; a number that is not finite never becomes a score.
+A file or entry that cannot be used becomes a note; a number that is not finite is never a score.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from weft.reading import check_file, explain_read_errors, iterate_files, read_ob
 RESULT_FILE = re.compile(r"results_(.*)\.json")
 STEPPED = re.compile(r"(?P<run>.*)@step(?P<step>\d{1,18})(?P<role>:.*)?")
 SAMPLES = "samples_{task}_{date}.jsonl"
-ERROR = "_stderr"
-INTERVAL = "_ci95"  # of `weft eval suite`; intervals are computed from the items here
+ERROR = "_stderr"  # end of the name of a standard error
+INTERVAL = "_ci95"  # written by `weft eval suite`; not read, but computed from the items
 NO_FILTER = "none"
 FALLING = ("perplexity", "bits_per_byte", "loss", "brier_score", "ter")
 # Metrics whose items are pairs of a log-likelihood and a number of words or bytes.
 WEIGHTED = ("perplexity", "bits_per_byte")
-# Settings of a task that change what a score means, besides its prompts and its version.
+# Settings of a task that must be equal for a comparison, in addition to its version.
 SETTINGS = ("output_type", "generation_kwargs", "filter_list", "repeats")
-CLOSE = 1e-5  # relative difference of a recorded score from the one of its items; float32 has 1e-7
+# Maximum relative difference between a recorded score and the score of its items; the rounding of
+# float32 is 1e-7.
+MAX_SCORE_DIFFERENCE = 1e-5
 RecordKey = tuple[str, int]  # task and number of an item
 
 
@@ -54,17 +56,18 @@ class EvaluationScore:
     Attributes:
         model: full name of the model, such as `runs/E/T@step40`
         task: name of the task or group
-        metric, filter: name of the metric, and of the filter of the answers
-        shots: examples in the prompt; None if unknown
+        metric: name of the metric
+        filter: name of the filter that extracts the answers; `none` without a filter
+        shots: number of examples in the prompt; None if unknown
         value: the score, finite
         error: standard error that the harness recorded, or None
         num_items: number of items, or None if unknown
         rises: True if higher is better
         version: the task's version
         settings: text of each setting that must be equal for a comparison
-        subtasks: tasks that a group is made of; empty for a task
+        subtasks: tasks of a group; empty for a task
         path: the result file
-        date: seconds since the epoch
+        date: time of the evaluation, in seconds since the epoch
     """
 
     model: str
@@ -90,7 +93,7 @@ class EvaluationScore:
     def get_samples_path(self, task: str) -> Path:
         """Return the path of the file with the items of `task`."""
         match = RESULT_FILE.fullmatch(self.path.name)
-        assert match is not None, "only such files are read"
+        assert match is not None, "`find_result_files` returns only such names"
         name = SAMPLES.format(task=task, date=match[1])
         return self.path.with_name(name.replace("/", "_"))  # never a path to another folder
 
@@ -99,8 +102,8 @@ class EvaluationScore:
 class ItemRecord:
     """Item of a task, without its texts.
 
-    `hashes` are of the document, the prompt and the target. `values` has (value, weight) of each
-    metric that the item has a finite value of.
+    `hashes` are those of the document, the prompt and the target. `values` maps each metric with a
+    finite value to (value, weight).
     """
 
     hashes: tuple[str, str, str]
@@ -109,7 +112,7 @@ class ItemRecord:
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Items behind one score, in a fixed order: their keys, records and values for one model."""
+    """Items of one score of one model: keys, records and values, all in the same order."""
 
     keys: Sequence[RecordKey]
     records: Sequence[ItemRecord]
@@ -118,7 +121,10 @@ class ItemTable:
 
 @dataclass(frozen=True)
 class FoundResults:
-    """Scores that were found, one for each model, task, metric and number of shots; and notes."""
+    """Scores in result files, and notes on files and entries that could not be used.
+
+    `scores` has one score for each model, task, metric, filter and number of shots.
+    """
 
     scores: Sequence[EvaluationScore] = ()
     notes: Sequence[str] = ()
@@ -126,15 +132,15 @@ class FoundResults:
 
 @dataclass
 class ResultReader:
-    """Reader of result files that keeps what it has read until the files change."""
+    """Reader of result files with a cache; a file is read again only if it has changed."""
 
     _files: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
     def read(self, folders: Sequence[Path]) -> FoundResults:
         """Return the scores in all result files below the folders.
 
-        Of several results of the same model, the one with the most items counts, and of these the
-        newest. Raises `DataError` for a missing folder.
+        Of several results for the same score, the one with the most items is returned, or the
+        newest of them. Raises `DataError` for a missing folder.
         """
         paths: dict[Path, Path] = {}
         for folder in folders:
@@ -142,30 +148,30 @@ class ResultReader:
                 paths.setdefault(path.resolve(), path)
         scores: dict[tuple[Any, ...], EvaluationScore] = {}
         notes: list[str] = []
-        repeated: dict[tuple[str, str], int] = {}
+        repeated_tasks: dict[tuple[str, str], None] = {}  # (model, task), used as an ordered set
         for path in paths.values():
-            read_scores, problems = self._read_once(path, _read_results)
+            read_scores, problems = self._read_cached(path, _read_results)
             notes += problems
             for score in read_scores:
                 key = (score.model, score.task, score.metric, score.filter, score.shots)
-                known = scores.get(key)
-                if known is not None:
-                    repeated[score.model, score.task] = repeated.get((score.model, score.task), 1)
-                if known is None or _rank_result(score) > _rank_result(known):
+                earlier = scores.get(key)
+                if earlier is not None:
+                    repeated_tasks[score.model, score.task] = None
+                if earlier is None or _rank_result(score) > _rank_result(earlier):
                     scores[key] = score
-        if repeated:
-            listed = ", ".join(f"{task} of {model}" for model, task in list(repeated)[:3])
-            more = f" and {len(repeated) - 3} more" if len(repeated) > 3 else ""
+        if repeated_tasks:
+            examples = ", ".join(f"{task} of {model}" for model, task in list(repeated_tasks)[:3])
+            more = f" and {len(repeated_tasks) - 3} more" if len(repeated_tasks) > 3 else ""
             notes.append(
-                f"several results of {listed}{more}: the one with the most items is shown, and of "
+                f"several results of {examples}{more}: the one with the most items is shown, and of "
                 f"these the newest"
             )
         return FoundResults(list(scores.values()), notes)
 
     def load_items(self, score: EvaluationScore) -> tuple[ItemTable | None, str]:
-        """Return (the items behind a score, "") or (None, the reason why they are unusable).
+        """Return (items of a score, "") or (None, reason why they cannot be used).
 
-        The items are used only if they give the recorded score.
+        The items are used only if the score computed from them equals the recorded score.
         """
         tasks = score.subtasks or (score.task,)
         keys: list[RecordKey] = []
@@ -178,7 +184,7 @@ class ResultReader:
                     None,
                     f"no items of {task} are stored beside {path.with_name(score.path.name)}",
                 )
-            by_filter, problem = self._read_once(path, _read_samples)
+            by_filter, problem = self._read_cached(path, _read_samples)
             if problem:
                 return None, problem
             for number, record in by_filter.get(score.filter, {}).items():
@@ -196,17 +202,17 @@ class ResultReader:
             )
         return ItemTable(keys, records, scored), ""
 
-    def _read_once(self, path: Path, read: Any) -> Any:
-        """Return `read(path)`, from memory unless the file has changed."""
+    def _read_cached(self, path: Path, read: Any) -> Any:
+        """Return `read(path)`, from the cache unless the file has changed."""
         try:
-            status = path.stat()
+            stat = path.stat()
         except OSError:
             return read(path)
-        state = (status.st_size, status.st_mtime_ns, status.st_ino)
-        known = self._files.get(path)
-        if known is None or known[0] != state:
-            known = self._files[path] = (state, read(path))
-        return known[1]
+        state = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        cached = self._files.get(path)
+        if cached is None or cached[0] != state:
+            cached = self._files[path] = (state, read(path))
+        return cached[1]
 
 
 def find_result_files(folder: Path) -> list[Path]:
@@ -222,23 +228,27 @@ def find_result_files(folder: Path) -> list[Path]:
 
 
 def describe_result_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the path, size and time of each result file below a folder, to notice changes."""
-    described = []
+    """Return (path, size in bytes, modification time in ns) of each result file below a folder.
+
+    A different result means that the files have changed. Returns an empty list if the folder does
+    not exist or is too large to be searched.
+    """
+    descriptions = []
     try:
         for path in find_result_files(folder):
-            status = path.stat()
-            described.append((str(path), status.st_size, status.st_mtime_ns))
+            stat = path.stat()
+            descriptions.append((str(path), stat.st_size, stat.st_mtime_ns))
     except (OSError, UserError):
-        return []  # the folder has gone, or is too large to be searched
-    return described
+        return []
+    return descriptions
 
 
 def count_result_bytes(folder: Path) -> int:
-    """Return the size in bytes of all result files below a folder, with the items beside them."""
-    described = describe_result_files(folder)
-    total = sum(size for _, size, _ in described)
-    for place in {Path(path).parent for path, _, _ in described}:
-        for samples in place.glob("samples_*.jsonl"):
+    """Return the size in bytes of all result files and files of items below a folder."""
+    descriptions = describe_result_files(folder)
+    total = sum(size for _, size, _ in descriptions)
+    for result_folder in {Path(path).parent for path, _, _ in descriptions}:
+        for samples in result_folder.glob("samples_*.jsonl"):
             total += samples.stat().st_size if samples.is_file() else 0
     return total
 
@@ -262,13 +272,14 @@ def name_model(path: Path, recorded: str) -> str:
             continue
         if folder.parent.parent.name == CHECKPOINTS:
             return shorten_path(str(folder))
-        run = next((each for each in folder.parents if is_run(each)), None)
+        run = next((parent for parent in folder.parents if is_run(parent)), None)
         if run is not None:
             return f"{run}@{folder.name}"
     return shorten_path(recorded) if recorded else str(path.parent)
 
 
 def _rank_result(score: EvaluationScore) -> tuple[int, float]:
+    """Return a sort key: number of items, then date."""
     return (score.num_items or 0, score.date)
 
 
@@ -276,7 +287,7 @@ def _rank_result(score: EvaluationScore) -> tuple[int, float]:
 
 
 def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
-    """Return the scores in a result file, and notes about what it lacks."""
+    """Return the scores in a result file, and notes on entries that are not scores."""
     try:
         with explain_read_errors(str(path), DataError):
             content = clean_value(read_object(path, str(path), DataError))
@@ -293,15 +304,19 @@ def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
         if not isinstance(entry, dict):
             notes.append(f"{path}: results of {task} are no object")
             continue
-        shared = _read_task_facts(content, task)
+        task_facts = _read_task_facts(content, task)
         items = _parse_number(entry.get("sample_len"))
-        for name, given in entry.items():
-            metric, comma, chosen = name.rpartition(",")
+        for name, recorded in entry.items():
+            metric, comma, answer_filter = name.rpartition(",")
             if not comma or metric.endswith((ERROR, INTERVAL)):
                 continue
-            value = _parse_number(given)
+            value = _parse_number(recorded)
             if value is None:
-                text = json.dumps(given) if isinstance(given, float | str | None) else "no number"
+                text = (
+                    json.dumps(recorded)
+                    if isinstance(recorded, float | str | None)
+                    else "no number"
+                )
                 notes.append(f"{path}: {metric} of {task} is {text[:40]}, which is not a score")
                 continue
             scores.append(
@@ -309,14 +324,14 @@ def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
                     model=model,
                     task=task,
                     metric=metric,
-                    filter=chosen,
+                    filter=answer_filter,
                     value=value,
-                    error=_parse_number(entry.get(f"{metric}{ERROR},{chosen}")),
+                    error=_parse_number(entry.get(f"{metric}{ERROR},{answer_filter}")),
                     num_items=None if items is None else int(items),
-                    rises=_get_direction(content, task, metric),
+                    rises=_is_rising(content, task, metric),
                     path=path,
                     date=date or 0.0,
-                    **shared,
+                    **task_facts,
                 )
             )
     return scores, notes
@@ -327,11 +342,11 @@ def _read_task_facts(content: Mapping[str, Any], task: str) -> dict[str, Any]:
     subtasks = tuple(_iterate_subtasks(content, task, set()))
     versions = _get_mapping(content, "versions")
     settings = {}
-    for each in subtasks or (task,):
-        config = _get_mapping(_get_mapping(content, "configs"), each)
+    for member in subtasks or (task,):
+        config = _get_mapping(_get_mapping(content, "configs"), member)
         for name in SETTINGS:
-            settings[f"{each} {name}"] = json.dumps(config.get(name), sort_keys=True)
-        settings[f"{each} version"] = str(versions.get(each))
+            settings[f"{member} {name}"] = json.dumps(config.get(name), sort_keys=True)
+        settings[f"{member} version"] = str(versions.get(member))
     shots = _parse_number(_get_mapping(content, "n-shot").get(task))
     return {
         "shots": None if shots is None else int(shots),
@@ -342,7 +357,10 @@ def _read_task_facts(content: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 def _iterate_subtasks(content: Mapping[str, Any], group: str, visited: set[str]) -> Iterator[str]:
-    """Yield the tasks that a group is made of, those of its subgroups included."""
+    """Yield the tasks of a group and of all its subgroups.
+
+    `visited` has the names that were already yielded or searched; names are added to it.
+    """
     children = _get_mapping(content, "group_subtasks").get(group)
     for child in children if isinstance(children, list) else ():
         if not isinstance(child, str) or child in visited:
@@ -354,11 +372,11 @@ def _iterate_subtasks(content: Mapping[str, Any], group: str, visited: set[str])
             yield child
 
 
-def _get_direction(content: Mapping[str, Any], task: str, metric: str) -> bool:
+def _is_rising(content: Mapping[str, Any], task: str, metric: str) -> bool:
     """Return whether higher values of a metric are better."""
-    stated = _get_mapping(_get_mapping(content, "higher_is_better"), task).get(metric)
-    if isinstance(stated, bool):
-        return stated
+    recorded = _get_mapping(_get_mapping(content, "higher_is_better"), task).get(metric)
+    if isinstance(recorded, bool):
+        return recorded
     return not any(metric == name or metric.endswith(f"_{name}") for name in FALLING)
 
 
@@ -375,7 +393,7 @@ def _get_text(content: Mapping[str, Any], name: str) -> str:
 def _parse_number(value: Any) -> float | None:
     """Return a finite number, or None.
 
-    The harness writes numbers that JSON does not know, such as numpy's float32, as texts.
+    The harness writes numbers of types unknown to JSON, such as numpy's float32, as strings.
     """
     if isinstance(value, str):
         value = {"True": 1.0, "False": 0.0}.get(value, value)
@@ -390,7 +408,7 @@ def _parse_number(value: Any) -> float | None:
 
 
 def _read_samples(path: Path) -> tuple[dict[str, dict[int, ItemRecord]], str]:
-    """Return (the items of a task by filter and number, "") or ({}, what is wrong with the file)."""
+    """Return (items of a task by filter and number, "") or ({}, reason why the file is invalid)."""
     by_filter: dict[str, dict[int, ItemRecord]] = {}
     try:
         for place, row in read_sample_rows(path):
@@ -423,14 +441,15 @@ def read_sample_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _build_record(row: Mapping[str, Any]) -> ItemRecord:
+    """Return the hashes and the finite metrics of an item's row."""
     hashes = tuple(str(row.get(name, "")) for name in ("doc_hash", "prompt_hash", "target_hash"))
     names = row.get("metrics")
     values = {}
     for name in names if isinstance(names, list) else ():
-        given = row.get(str(name))
-        pair = [given, 1.0]
-        if isinstance(given, list) and len(given) == 2 and str(name).endswith(WEIGHTED):
-            pair = given
+        recorded = row.get(str(name))
+        pair = [recorded, 1.0]
+        if isinstance(recorded, list) and len(recorded) == 2 and str(name).endswith(WEIGHTED):
+            pair = recorded
         value, weight = map(_parse_number, pair)
         if value is not None and weight is not None and weight > 0:
             values[str(name)] = (value, weight)
@@ -440,21 +459,24 @@ def _build_record(row: Mapping[str, Any]) -> ItemRecord:
 def _find_aggregation(
     score: EvaluationScore, records: Sequence[ItemRecord], parts: Sequence[int]
 ) -> ScoredItems | None:
-    """Return the items with the aggregation that gives the recorded score; None if none does.
+    """Return the items with the aggregation that gives the recorded score, or None.
 
-    Tried are the mean, also over the subtasks' means; perplexity, and bits per byte.
+    `parts` has the index of each item's subtask. The mean, perplexity and bits per byte are tried,
+    first over all items, then over the means of the subtasks.
     """
     pairs = np.array([record.values[score.metric] for record in records], dtype=np.float64)
-    whole = ScoredItems(pairs[:, :1], pairs[:, 1], np.zeros(len(pairs), dtype=np.int64), np.ones(1))
-    numbered = np.unique(np.array(parts, dtype=np.int64), return_inverse=True)[1]
-    count = int(numbered.max()) + 1
-    divided = replace(whole, parts=numbered, shares=np.full(count, 1 / count))
-    for tried in (whole, divided):
+    undivided = ScoredItems(
+        pairs[:, :1], pairs[:, 1], np.zeros(len(pairs), dtype=np.int64), np.ones(1)
+    )
+    part_indices = np.unique(np.array(parts, dtype=np.int64), return_inverse=True)[1]
+    count = int(part_indices.max()) + 1
+    divided = replace(undivided, parts=part_indices, shares=np.full(count, 1 / count))
+    for candidate in (undivided, divided):
         for form in (MEAN, PERPLEXITY, BITS):
-            items = replace(tried, form=form)
+            items = replace(candidate, form=form)
             with np.errstate(all="ignore"):  # values that overflow give no recorded score
                 value = float(compute_scores(items)[0])
-            if abs(value - score.value) <= CLOSE * max(abs(score.value), 1e-3):
+            if abs(value - score.value) <= MAX_SCORE_DIFFERENCE * max(abs(score.value), 1e-3):
                 return items
     return None
 
@@ -462,8 +484,8 @@ def _find_aggregation(
 def sort_models(scores: Iterable[EvaluationScore]) -> list[str]:
     """Return the models in the order of a table.
 
-    Models without a step come first, then runs, the one whose evaluations are oldest first, each
-    by step.
+    Models without a step come first. Checkpoints of runs follow: the run with the oldest evaluation
+    comes first, and the checkpoints of a run are sorted by step.
     """
     oldest: dict[str, float] = {}
     models = set()

@@ -27,18 +27,18 @@ from weft.observe.eval_table import (
 from weft.observe.page import escape_text, render_folded
 
 MARKS = {1: ("▲", "good", "better"), -1: ("▼", "bad", "worse")}
-SHOWN_ITEMS = 5  # items of each kind on a page that has other parts too
+MAX_ITEMS_IN_SECTION = 5  # items of each kind in a section of a page
 LINK_PAGE = "items"  # page of the dashboard that compares two models
-Link = Callable[[str, str], str]  # (model, task) -> address, or ""
+LinkBuilder = Callable[[str, str], str]  # (model, task) -> address, or "" for no link
 
 
 def render_evaluations(
     folders: Sequence[Path], reader: ResultReader, *, linked: bool = False
 ) -> str:
-    """Render the results of all models below some folders: table, verdict and what changed.
+    """Render the results of all models below some folders: table, verdict and changed items.
 
-    With `linked`, the items are on pages of their own, as in the dashboard. Returns "" if there are
-    no results.
+    With `linked`, each score is a link to the dashboard's page with the changed items. Returns ""
+    if there are no results.
     """
     try:
         results = reader.read(folders)
@@ -48,23 +48,28 @@ def render_evaluations(
         return ""
     table = build_table(results, reader)
     if linked:
-        return render_table(table, _link_to_base(table))
+        return render_table(table, _make_link_to_base(table))
     first, second = choose_pair(table)
     if first == second:
         return render_table(table)
-    changes = find_changes(table, first, second, SHOWN_ITEMS)
+    changes = find_changes(table, first, second, MAX_ITEMS_IN_SECTION)
     heading = f"What changed from {escape(table.names[first])} to {escape(table.names[second])}"
     folded = render_folded(heading, render_changes(table, changes), "evaluation items")
     return render_table(table) + folded
 
 
 def choose_pair(table: EvaluationTable) -> tuple[str, str]:
-    """Return the models whose items are shown: the base, and the best one or else the last."""
+    """Return the two models whose items are compared: the base and the best model.
+
+    If the base is the best model, the second one is the last model of the table.
+    """
     last = list(table.names)[-1]
     return table.base, last if table.best == table.base else table.best
 
 
-def _link_to_base(table: EvaluationTable) -> Link:
+def _make_link_to_base(table: EvaluationTable) -> LinkBuilder:
+    """Return a function that links a score to the page that compares it with the base's."""
+
     def build_address(model: str, task: str) -> str:
         if model == table.base:
             return ""
@@ -74,13 +79,13 @@ def _link_to_base(table: EvaluationTable) -> Link:
     return build_address
 
 
-def render_table(table: EvaluationTable, link: Link | None = None) -> str:
+def render_table(table: EvaluationTable, build_link: LinkBuilder | None = None) -> str:
     """Render the table with its verdict and its notes.
 
-    `link` returns the address of the page that compares a model's items with the base's.
+    `build_link` returns the address of the page that compares a model's items with the base's.
     """
-    ranges = [_find_range(table, column) for column in table.columns]
-    heads = "".join(
+    value_ranges = [_find_range(table, column) for column in table.columns]
+    headings = "".join(
         f'<th scope="col"><button type="button">{escape_text(column.task)}'
         f"<small>{escape_text(column.detail)}{'' if column.rises else ', lower is better'}</small>"
         "</button></th>"
@@ -89,10 +94,10 @@ def render_table(table: EvaluationTable, link: Link | None = None) -> str:
     rows = []
     for model, name in table.names.items():
         cells = []
-        for column, span in zip(table.columns, ranges, strict=True):
+        for column, value_range in zip(table.columns, value_ranges, strict=True):
             cell = table.cells.get((model, column))
-            address = link(model, column.task) if link and cell and cell.score else ""
-            cells.append(_render_cell(cell, span, address))
+            address = build_link(model, column.task) if build_link and cell and cell.score else ""
+            cells.append(_render_cell(cell, value_range, address))
         tags = " <small>base</small>" if model == table.base else ""
         tags += ' <small class="good">best</small>' if model == table.best else ""
         rows.append(
@@ -100,19 +105,21 @@ def render_table(table: EvaluationTable, link: Link | None = None) -> str:
             f"{''.join(cells)}</tr>"
         )
     notes = "".join(f"<li>{escape_text(note)}</li>" for note in table.notes)
-    hint = "<li>a score is a link to the items that changed from the base</li>" if link else ""
+    hint = (
+        "<li>a score is a link to the items that changed from the base</li>" if build_link else ""
+    )
     return (
         f'<p class="verdict-line">{escape_text(table.verdict)}</p>'
         '<div class="card scroll" tabindex="0" role="region" aria-label="Scores">'
         '<table class="runs numbers sortable scores"><thead><tr><th scope="col">'
-        f'<button type="button">checkpoint</button></th>{heads}</tr></thead>'
+        f'<button type="button">checkpoint</button></th>{headings}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
         f'<ul class="note">{notes}{hint}</ul>'
     )
 
 
 def _find_range(table: EvaluationTable, column: TableColumn) -> tuple[float, float]:
-    """Return the lowest and the highest end of all intervals in a column."""
+    """Return the lowest and the highest of all values and interval ends in a column."""
     ends: list[float] = []
     for model in table.names:
         cell = table.cells.get((model, column))
@@ -121,7 +128,8 @@ def _find_range(table: EvaluationTable, column: TableColumn) -> tuple[float, flo
     return (min(ends), max(ends)) if ends else (0.0, 0.0)
 
 
-def _render_cell(cell: TableCell | None, span: tuple[float, float], address: str) -> str:
+def _render_cell(cell: TableCell | None, value_range: tuple[float, float], address: str) -> str:
+    """Render a score with its mark and interval; `value_range` is that of its column."""
     if cell is None:
         return '<td data-sort="" class="quiet">–</td>'
     value = f"<b>{format_score(cell.value)}</b>"
@@ -129,16 +137,17 @@ def _render_cell(cell: TableCell | None, span: tuple[float, float], address: str
         value = f'<a href="{escape(address)}">{value}</a>'
     mark = ""
     if cell.mark:
-        symbol, style, word = MARKS[cell.mark]
+        symbol, style, comparison = MARKS[cell.mark]
         mark = f' <span class="{style}" title="{_describe_difference(cell)}">{symbol}</span>'
-        mark += f'<span class="skip">{word} than the base beyond noise</span>'
+        mark += f'<span class="skip">{comparison} than the base beyond noise</span>'
     elif cell.refusal:
         mark = f' <span class="quiet" title="{escape_text(cell.refusal)}">≠</span>'
     interval = f"<small>{format_interval(cell.interval)}</small>" if cell.interval else ""
-    return f'<td data-sort="{cell.value!r}">{value}{mark}{interval}{_render_bar(cell, span)}</td>'
+    return f'<td data-sort="{cell.value!r}">{value}{mark}{interval}{_render_bar(cell, value_range)}</td>'
 
 
 def _describe_difference(cell: TableCell) -> str:
+    """Describe a cell's difference from the base model; "" if it is unknown."""
     difference = cell.difference
     if difference is None:
         return ""
@@ -146,12 +155,14 @@ def _describe_difference(cell: TableCell) -> str:
     return f"{difference.value:+.3g} from the base, {interval}, {difference.num_items:,} items"
 
 
-def _render_bar(cell: TableCell, span: tuple[float, float]) -> str:
+def _render_bar(cell: TableCell, value_range: tuple[float, float]) -> str:
     """Render the interval as a bar on the column's common scale, with a dot at the score."""
-    low, high = span
+    low, high = value_range
     if cell.interval is None or high <= low:
         return ""
-    left, right, dot = (100 * (each - low) / (high - low) for each in (*cell.interval, cell.value))
+    left, right, dot = (
+        100 * (value - low) / (high - low) for value in (*cell.interval, cell.value)
+    )
     return (
         '<i class="span" aria-hidden="true">'
         f'<i style="left:{left:.1f}%;width:{right - left:.1f}%"></i>'
@@ -165,17 +176,17 @@ def _render_bar(cell: TableCell, span: tuple[float, float]) -> str:
 def render_changes(table: EvaluationTable, changes: Sequence[ColumnChanges]) -> str:
     """Render the items on which two models differ, task by task."""
     blocks = []
-    for each in changes:
-        names = [table.names[model] for model in each.models]
-        items = "".join(_render_item(change, names) for change in each.changes)
-        total = sum((each.counts or {}).values())
-        more = ""
-        if total > len(each.changes):
-            more = f'<p class="note">{len(each.changes)} of {total} changed items are shown.</p>'
+    for column_changes in changes:
+        names = [table.names[model] for model in column_changes.models]
+        items = "".join(_render_item(change, names) for change in column_changes.changes)
+        total = sum((column_changes.counts or {}).values())
+        hint = ""
+        if total > len(column_changes.changes):
+            hint = f'<p class="note">{len(column_changes.changes)} of {total} changed items are shown.</p>'
         blocks.append(
-            f"<h3>{escape_text(each.column.label)}</h3>"
+            f"<h3>{escape_text(column_changes.column.label)}</h3>"
             f'<p class="note">{escape_text(" to ".join(names))}: '
-            f"{_draw_arrows(escape_text(each.describe()))}</p>{items}{more}"
+            f"{_draw_arrows(escape_text(column_changes.describe()))}</p>{items}{hint}"
         )
     if not blocks:
         return "<p>The two models have no task in common.</p>"
@@ -183,6 +194,7 @@ def render_changes(table: EvaluationTable, changes: Sequence[ColumnChanges]) -> 
 
 
 def _render_item(change: ItemChange, names: Sequence[str]) -> str:
+    """Render an item with its prompt, its target and both models' answers."""
     styles = {RIGHT_TO_WRONG: ("good", "bad"), WRONG_TO_RIGHT: ("bad", "good")}
     answers = "".join(
         _render_answer(answer, name, style)
@@ -207,12 +219,13 @@ def _render_item(change: ItemChange, names: Sequence[str]) -> str:
 
 
 def _draw_arrows(text: str) -> str:
+    """Replace escaped `->` with an arrow."""
     return text.replace("-&gt;", "→")
 
 
 def _render_answer(answer: ItemAnswer, name: str, style: str) -> str:
     text = escape_text(answer.text) or '<span class="quiet">(empty)</span>'
-    word = {"good": " · right", "bad": " · wrong"}.get(style, "")
+    outcome = {"good": " · right", "bad": " · wrong"}.get(style, "")
     filtered = ""
     if answer.filtered:
         is_likelihood = answer.filtered.startswith("log-likelihood ")
@@ -220,7 +233,7 @@ def _render_answer(answer: ItemAnswer, name: str, style: str) -> str:
         filtered = f"<span>{escape_text(label)}</span>"
     value = f"<span>score {format_score(answer.value)}</span>"
     return (
-        f'<div class="answer"><p class="verdict {style}">{escape_text(name)}{word}</p>'
+        f'<div class="answer"><p class="verdict {style}">{escape_text(name)}{outcome}</p>'
         f'<div class="completion" tabindex="0" aria-label="answer">{text}</div>'
         f"<footer>{value}{filtered}</footer></div>"
     )

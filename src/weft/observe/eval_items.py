@@ -18,12 +18,17 @@ WRONG_TO_RIGHT = "wrong -> right"
 WORSE = "worse"
 BETTER = "better"
 KINDS = (RIGHT_TO_WRONG, WRONG_TO_RIGHT, WORSE, BETTER)
-NORMALIZED = ("acc_norm", "acc_bytes")
+NORMALIZED = ("acc_norm", "acc_bytes")  # metrics that divide by the length of a choice
 
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """Answer of one model to an item: its text, what a filter made of it, and its value."""
+    """Answer of one model to an item.
+
+    `text` is the answer, and `filtered` the part that a filter extracted from it, "" if that is the
+    same. For choices, `filtered` describes the choice's log-likelihood. `value` is the item's value
+    in the score.
+    """
 
     text: str
     filtered: str
@@ -34,7 +39,8 @@ class ItemAnswer:
 class ItemChange:
     """Item on which two models differ.
 
-    `kind` is one of `KINDS`, from the first model to the second. `number` is the item's `doc_id`.
+    `kind` is one of `KINDS` and describes the change from the first model to the second. `number`
+    is the item's `doc_id`. `answers` has one answer of each model.
     """
 
     kind: str
@@ -49,8 +55,9 @@ class ItemChange:
 class ColumnChanges:
     """Differences of two models in one column of a table.
 
-    `refusal` says why the models cannot be compared; it is "" if they can. `num_shared` is the
-    number of items that both answered, `counts` the number of changes of each kind.
+    `refusal` is the reason why the models cannot be compared; it is "" if they can. `num_shared` is
+    the number of items that both answered. `counts` has the number of changes of each kind, and
+    `changes` those whose texts were read.
     """
 
     column: TableColumn
@@ -61,7 +68,7 @@ class ColumnChanges:
     changes: Sequence[ItemChange] = ()
 
     def describe(self) -> str:
-        """Return a sentence on how many items changed."""
+        """Return a sentence with the number of changed items of each kind."""
         if self.refusal:
             return f"not compared: {self.refusal}"
         parts = [f"{count} {kind}" for kind, count in (self.counts or {}).items() if count]
@@ -71,12 +78,12 @@ class ColumnChanges:
 
 
 def find_changes(
-    table: EvaluationTable, first: str, second: str, most: int | None = None
+    table: EvaluationTable, first: str, second: str, max_items: int | None = None
 ) -> list[ColumnChanges]:
     """Return the items on which two models of the table differ, column by column.
 
-    `most` limits the items of each kind whose texts are read. The average over tasks has no items
-    of its own and is left out.
+    `max_items` limits the items of each kind whose texts are read. The average over tasks is left
+    out; its items are in the columns of the tasks.
     """
     by_column = []
     for column in table.columns:
@@ -84,13 +91,14 @@ def find_changes(
         before, after = cells
         if before is None or after is None or before.score is None or after.score is None:
             continue
-        by_column.append(_compare_column(column, (before, after), most))
+        by_column.append(_compare_column(column, (before, after), max_items))
     return by_column
 
 
 def _compare_column(
-    column: TableColumn, cells: tuple[TableCell, TableCell], most: int | None
+    column: TableColumn, cells: tuple[TableCell, TableCell], max_items: int | None
 ) -> ColumnChanges:
+    """Find the items on which two models differ in one column, largest changes first."""
     before, after = cells
     assert before.score is not None and after.score is not None, "checked by the caller"
     models = (before.score.model, after.score.model)
@@ -109,26 +117,26 @@ def _compare_column(
                 by_kind[kind].append((-abs(gain), key))
     # The largest changes come first, then the order of the task.
     chosen = []
-    for kind, changed in by_kind.items():
-        for _, key in sorted(changed, key=lambda pair: pair[0])[:most]:
+    for kind, gains in by_kind.items():
+        for _, key in sorted(gains, key=lambda pair: pair[0])[:max_items]:
             chosen.append((kind, key))
     return ColumnChanges(
         column,
         models,
         num_shared=difference.num_items,
-        counts={kind: len(changed) for kind, changed in by_kind.items()},
+        counts={kind: len(gains) for kind, gains in by_kind.items()},
         changes=_read_changes(chosen, (before.score, after.score), values),
     )
 
 
 def _get_values(items: ItemTable) -> dict[tuple[str, int], float]:
-    """Return the value of each item; for perplexities the log-likelihood per word or byte."""
+    """Return each item's value; for perplexities, the log-likelihood per word or byte."""
     per_weight = items.scored.values[:, 0] / items.scored.weights
     return dict(zip(items.keys, per_weight.tolist(), strict=True))
 
 
 def _find_kind(before: float, after: float, gain: float) -> str:
-    """Return how an item changed, or "" if it did not."""
+    """Return the kind of an item's change, one of `KINDS`, or "" if its value did not change."""
     if before == after:
         return ""
     if {before, after} == {0.0, 1.0}:
@@ -142,24 +150,24 @@ def _read_changes(
     values: Sequence[Mapping[tuple[str, int], float]],
 ) -> list[ItemChange]:
     """Read the texts of the chosen items. Items whose texts cannot be read are left out."""
-    wanted: dict[str, set[int]] = {}
+    numbers_by_task: dict[str, set[int]] = {}
     for _, (task, number) in chosen:
-        wanted.setdefault(task, set()).add(number)
+        numbers_by_task.setdefault(task, set()).add(number)
     rows: list[dict[tuple[str, int], Mapping[str, Any]]] = []
     for score in scores:
-        of_model: dict[tuple[str, int], Mapping[str, Any]] = {}
-        for task, numbers in wanted.items():
-            of_task = _read_rows(score.get_samples_path(task), score.filter, numbers)
-            of_model |= {(task, number): row for number, row in of_task.items()}
-        rows.append(of_model)
+        model_rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+        for task, numbers in numbers_by_task.items():
+            task_rows = _read_rows(score.get_samples_path(task), score.filter, numbers)
+            model_rows |= {(task, number): row for number, row in task_rows.items()}
+        rows.append(model_rows)
     changes = []
     for kind, key in chosen:
         if key not in rows[0] or key not in rows[1]:
             continue
         metric = scores[0].metric
         answers = [
-            _read_answer(row[key], metric, value[key])
-            for row, value in zip(rows, values, strict=True)
+            _read_answer(row[key], metric, model_values[key])
+            for row, model_values in zip(rows, values, strict=True)
         ]
         prompt, target = _read_question(rows[0][key])
         changes.append(ItemChange(kind, *key, prompt, target, (answers[0], answers[1])))
@@ -169,7 +177,10 @@ def _read_changes(
 def _read_rows(
     path: Path, chosen_filter: str, numbers: Collection[int]
 ) -> dict[int, Mapping[str, Any]]:
-    """Return the objects of the chosen items from a file of samples."""
+    """Return the rows of the chosen items by number, from a file of items.
+
+    Returns an empty dict if the file cannot be read.
+    """
     rows: dict[int, Mapping[str, Any]] = {}
     try:
         for _, row in read_sample_rows(path):
@@ -186,16 +197,16 @@ def _read_rows(
 
 
 def _list_arguments(row: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the arguments of each request of an item: [requests, arguments]."""
+    """Return the arguments of each request of an item, as one list per request."""
     arguments = row.get("arguments")
-    listed = []
-    for each in arguments.values() if isinstance(arguments, dict) else ():
-        listed.append(list(each.values()) if isinstance(each, dict) else [each])
-    return listed
+    requests = []
+    for request in arguments.values() if isinstance(arguments, dict) else ():
+        requests.append(list(request.values()) if isinstance(request, dict) else [request])
+    return requests
 
 
 def _read_question(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (prompt, target) of an item. A target that is the number of a choice becomes its text."""
+    """Return (prompt, target) of an item. The index of a choice as target becomes its text."""
     requests = _list_arguments(row)
     prompt = str(requests[0][0]) if requests and requests[0] else ""
     target = str(row.get("target", ""))
@@ -218,12 +229,12 @@ def _list_choices(requests: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _read_answer(row: Mapping[str, Any], metric: str, value: float) -> ItemAnswer:
-    """Return a model's answer: the text that it wrote or the choice that it found most likely."""
+    """Return a model's answer: the text that it wrote, its most likely choice or a likelihood."""
     responses = row.get("filtered_resps")
     first = responses[0] if isinstance(responses, list) and responses else ""
     choices = _list_choices(_list_arguments(row))
     if choices and isinstance(responses, list) and len(responses) == len(choices):
-        likelihoods = [_read_likelihood(each) for each in responses]
+        likelihoods = [_read_likelihood(response) for response in responses]
         if None not in likelihoods:
             return ItemAnswer(*_pick_choice(choices, likelihoods, metric), value)
     if _is_likelihood(row):
@@ -250,18 +261,24 @@ def _is_likelihood(row: Mapping[str, Any]) -> bool:
 def _pick_choice(
     choices: Sequence[str], likelihoods: Sequence[float | None], metric: str
 ) -> tuple[str, str]:
-    """Return (most likely choice, its log-likelihood as text), as the metric chooses it."""
-    known = [each for each in likelihoods if each is not None]
-    scaled = list(known)
+    """Return (most likely choice, its log-likelihood as text).
+
+    Metrics in `NORMALIZED` divide each log-likelihood by the length of the choice.
+    """
+    numbers = [likelihood for likelihood in likelihoods if likelihood is not None]
+    scaled = list(numbers)
     if metric in NORMALIZED:
         encoded = [choice.encode() if metric == "acc_bytes" else choice for choice in choices]
-        scaled = [each / max(1, len(text)) for each, text in zip(known, encoded, strict=True)]
+        scaled = [
+            likelihood / max(1, len(text))
+            for likelihood, text in zip(numbers, encoded, strict=True)
+        ]
     best = scaled.index(max(scaled))
-    return choices[best], f"log-likelihood {known[best]:.3f}"
+    return choices[best], f"log-likelihood {numbers[best]:.3f}"
 
 
 def _read_likelihood(response: Any) -> float | None:
-    """Return the log-likelihood in a response of the form [log-likelihood, is greedy]."""
+    """Return the log-likelihood in a response [log-likelihood, is greedy]; None if it has none."""
     try:
         return float(response[0])
     except (TypeError, ValueError, IndexError):

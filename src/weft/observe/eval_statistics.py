@@ -1,8 +1,8 @@
 """Intervals and tests of evaluation scores: Wilson, paired bootstrap, randomization, Holm.
 
-A score is a function of the items of a test set. Each interval states how much it could differ
-with other items of the same kind. All random numbers have one fixed seed, so that the same files
-give the same table.
+A score is a function of the items of a test set. Its interval shows how much it could differ with
+other items of the same kind. All random numbers have one fixed seed, so that the same files give
+the same table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SEED = 20
 Z = 1.959963984540054  # quantile of the normal distribution for two-sided 95%
 LEVEL = 0.05  # 1 - confidence
 TAILS = (100 * LEVEL / 2, 100 - 100 * LEVEL / 2)
-# Distinct items up to which numbers of each kind are drawn, instead of the items themselves.
-MOST_KINDS = 256
-MOST_KEPT = 4096  # items up to which the drawn counts are kept for the next comparison
-CHUNK = 1 << 22  # counts drawn at once
+# With at most this many distinct items, the number of each is drawn instead of the items.
+MAX_KINDS = 256
+MAX_CACHED_ITEMS = 4096  # with at most this many items, drawn counts are cached
+CHUNK = 1 << 22  # maximum number of counts drawn at once
 
 MEAN = "mean"
 PERPLEXITY = "perplexity"  # exp(-mean)
@@ -61,7 +61,7 @@ class ScoredItems:
 
 
 def apply_form(form: str, means: np.ndarray) -> np.ndarray:
-    """Return scores of the given form from means of any shape. Infinite where they overflow."""
+    """Return scores of the given form from means of any shape. Overflows give infinite scores."""
     if form == MEAN:
         return means
     if form == BITS:
@@ -74,20 +74,20 @@ def compute_scores(items: ScoredItems) -> np.ndarray:
     """Return the score of each model, [models]."""
     total = np.zeros(items.values.shape[1])
     for part, share in enumerate(items.shares):
-        here = items.parts == part
-        total += share * items.values[here].sum(0) / items.weights[here].sum()
+        in_part = items.parts == part
+        total += share * items.values[in_part].sum(0) / items.weights[in_part].sum()
     return apply_form(items.form, total)
 
 
 def draw_resampled_scores(items: ScoredItems) -> np.ndarray:
     """Return the scores of all models on resampled items, [RESAMPLES, models].
 
-    The items of each part are drawn with replacement, the same ones for all models.
+    The items of each part are drawn with replacement; the draws are the same for all models.
     """
     total = np.zeros((RESAMPLES, items.values.shape[1]))
     for part, share in enumerate(items.shares):
-        here = items.parts == part
-        rows = np.column_stack([items.values[here], items.weights[here]])
+        in_part = items.parts == part
+        rows = np.column_stack([items.values[in_part], items.weights[in_part]])
         sums = _draw_resampled_sums(rows, part)
         total += share * sums[:, :-1] / sums[:, -1:]
     return apply_form(items.form, total)
@@ -96,37 +96,39 @@ def draw_resampled_scores(items: ScoredItems) -> np.ndarray:
 def _draw_resampled_sums(rows: np.ndarray, part: int) -> np.ndarray:
     """Return the column sums of resampled rows, [RESAMPLES, columns].
 
-    Resampling equal items is drawing the number of each kind, which is much faster where there are
-    few kinds, such as right and wrong.
+    If few rows are distinct, such as right and wrong, the number of each distinct row is drawn from
+    a multinomial distribution, which is much faster than drawing every row.
     """
     count = len(rows)
     kinds, numbers = np.unique(rows, axis=0, return_counts=True)
-    if len(kinds) <= MOST_KINDS:
+    if len(kinds) <= MAX_KINDS:
         generator = np.random.default_rng((SEED, part))
-        drawn = generator.multinomial(count, numbers / count, size=RESAMPLES)
-        return drawn.astype(np.float64) @ kinds
+        counts = generator.multinomial(count, numbers / count, size=RESAMPLES)
+        return counts.astype(np.float64) @ kinds
     sums = np.empty((RESAMPLES, rows.shape[1]))
     size = max(1, CHUNK // count)
     for start in range(0, RESAMPLES, size):
         stop = min(start + size, RESAMPLES)
-        draw = _draw_kept_counts if count <= MOST_KEPT else _draw_counts
-        sums[start:stop] = draw(count, part, start, stop).astype(np.float64) @ rows
+        draw_counts = _draw_cached_counts if count <= MAX_CACHED_ITEMS else _draw_counts
+        sums[start:stop] = draw_counts(count, part, start, stop).astype(np.float64) @ rows
     return sums
 
 
 def _draw_counts(count: int, part: int, start: int, stop: int) -> np.ndarray:
-    """Return how often each of `count` items is drawn in resamples `start` to `stop`.
+    """Return the number of draws of each of `count` items, [stop - start, count].
 
-    The result has the shape [stop - start, count].
+    The rows are the resamples from `start` to `stop` (exclusive).
     """
     generator = np.random.default_rng((SEED, part, start))
-    counts = np.empty((stop - start, count), dtype=np.uint16 if count <= MOST_KEPT else np.int32)
+    counts = np.empty(
+        (stop - start, count), dtype=np.uint16 if count <= MAX_CACHED_ITEMS else np.int32
+    )
     for row in counts:
         row[:] = np.bincount(generator.integers(count, size=count), minlength=count)
     return counts
 
 
-_draw_kept_counts = lru_cache(maxsize=8)(_draw_counts)
+_draw_cached_counts = lru_cache(maxsize=8)(_draw_counts)
 
 
 def compute_wilson_interval(right: float, count: int) -> tuple[float, float]:
@@ -140,10 +142,11 @@ def compute_wilson_interval(right: float, count: int) -> tuple[float, float]:
 
 
 def compute_interval(items: ScoredItems) -> tuple[float, float] | None:
-    """Return the 95% interval of one model's score, or None if the items cannot tell it.
+    """Return the 95% interval of one model's score, or None if it cannot be estimated.
 
-    Items that are right or wrong have a Wilson interval, all others a bootstrap interval
-    (percentiles). A single item, or items that are all equal, say nothing about others.
+    Scores of items that are right or wrong have a Wilson interval, all others a bootstrap interval
+    (percentiles). No interval can be estimated from a single item, or by bootstrap from equal
+    items.
     """
     if items.num_items < 2:
         return None
@@ -157,23 +160,23 @@ def compute_interval(items: ScoredItems) -> tuple[float, float] | None:
 class ScoreDifference:
     """Difference of the second model's score from the first's, on the same items.
 
-    `low` and `high` are its 95% interval by the paired bootstrap. `chance` is the p-value of the
-    paired randomization test.
+    `low` and `high` are the ends of the 95% interval by the paired bootstrap. `p_value` is that of
+    the paired randomization test.
     """
 
     value: float
     low: float
     high: float
-    chance: float
+    p_value: float
     num_items: int
 
-    def is_beyond_noise(self, chance: float | None = None) -> bool:
+    def is_beyond_noise(self, corrected: float | None = None) -> bool:
         """Return whether the interval excludes 0 and the test rejects equality.
 
-        `chance` is the p-value corrected for the number of comparisons, if there are several.
+        `corrected` is the p-value corrected for the number of comparisons; None for one comparison.
         """
-        least = self.chance if chance is None else chance
-        return (self.low > 0 or self.high < 0) and least < LEVEL
+        p_value = self.p_value if corrected is None else corrected
+        return (self.low > 0 or self.high < 0) and p_value < LEVEL
 
 
 def compare_pair(items: ScoredItems) -> ScoreDifference:
@@ -183,30 +186,30 @@ def compare_pair(items: ScoredItems) -> ScoreDifference:
     with np.errstate(invalid="ignore"):  # perplexities can overflow; NaN is in no interval
         low, high = np.percentile(resampled[:, 1] - resampled[:, 0], TAILS)
     return ScoreDifference(
-        float(second - first), float(low), float(high), _compute_chance(items), items.num_items
+        float(second - first), float(low), float(high), _compute_p_value(items), items.num_items
     )
 
 
-def _compute_chance(items: ScoredItems) -> float:
+def _compute_p_value(items: ScoredItems) -> float:
     """Return the p-value of the paired randomization test.
 
-    If the models were equal, swapping their values of an item would change nothing. The p-value is
-    the share of random swaps that separate the means at least as far as they are. Unlike the
-    bootstrap, this stays right if only a few items differ. Below the smallest share that so many
-    swaps can show, Hoeffding's bound of it is used, so that a correction for hundreds of
-    comparisons leaves something.
+    If the models were equally good, their values of an item could be swapped. The p-value is the
+    share of random swaps whose difference of the means is at least the observed one. Unlike the
+    bootstrap, this test is valid if only a few items differ. If no swap reaches the observed
+    difference, Hoeffding's bound on the p-value is used if it is smaller than 1 / (RESAMPLES + 1),
+    so that the difference can be significant after a correction for hundreds of comparisons.
     """
     gains = np.zeros(items.num_items)
     for part, share in enumerate(items.shares):
-        here = items.parts == part
-        delta = items.values[here, 1] - items.values[here, 0]
-        gains[here] = share * delta / items.weights[here].sum()
+        in_part = items.parts == part
+        delta = items.values[in_part, 1] - items.values[in_part, 0]
+        gains[in_part] = share * delta / items.weights[in_part].sum()
     gains = gains[gains != 0]
     if not len(gains):
         return 1.0
     sizes, numbers = np.unique(np.abs(gains), return_counts=True)
     generator = np.random.default_rng((SEED, len(gains)))
-    if len(sizes) <= MOST_KINDS:
+    if len(sizes) <= MAX_KINDS:
         positive = generator.binomial(numbers, 0.5, size=(RESAMPLES, len(sizes)))
         sums = (2.0 * positive - numbers) @ sizes
     else:
@@ -216,7 +219,7 @@ def _compute_chance(items: ScoredItems) -> float:
             stop = min(start + step, RESAMPLES)
             flips = generator.integers(0, 2, size=(stop - start, len(gains)), dtype=np.int8)
             sums[start:stop] = (2.0 * flips - 1.0) @ gains
-    # Sums that are equal but for rounding count as reached.
+    # Sums that are equal except for rounding count as reached.
     reached = np.abs(sums) >= abs(gains.sum()) * (1 - 1e-9)
     if reached.any():
         return float((1 + reached.sum()) / (RESAMPLES + 1))
@@ -224,21 +227,22 @@ def _compute_chance(items: ScoredItems) -> float:
     return min(1 / (RESAMPLES + 1), bound)
 
 
-def adjust_for_comparisons(chances: Sequence[float]) -> list[float]:
-    """Return p-values corrected by Holm's method for the number of comparisons, in their order."""
-    order = sorted(range(len(chances)), key=lambda index: chances[index])
-    corrected = [0.0] * len(chances)
+def adjust_for_comparisons(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values, in the same order, corrected for their number by Holm's method."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    corrected = [0.0] * len(p_values)
     highest = 0.0
     for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, chances[index] * (len(chances) - rank)))
+        highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
         corrected[index] = highest
     return corrected
 
 
 def compute_first_shares(items: ScoredItems, *, rises: bool) -> np.ndarray:
-    """Return in which share of resamples each model has the best score, [models].
+    """Return the share of resamples in which each model has the best score, [models].
 
-    Models that share the best score divide that resample. `rises` is True if higher is better.
+    If several models have the best score of a resample, each counts for an equal part of it.
+    `rises` is True if higher scores are better.
     """
     scores = draw_resampled_scores(items) if rises else -draw_resampled_scores(items)
     is_best = scores >= scores.max(1, keepdims=True) - 1e-12

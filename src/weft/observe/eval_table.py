@@ -1,7 +1,7 @@
 """Table of checkpoints by tasks: scores with intervals, differences beyond noise, a verdict.
 
 table = build_table(reader.read(folders), reader, TableOptions(base="T@step10"))
-table.verdict        # which checkpoint is best, and how sure that is
+table.verdict        # the best checkpoint, and the certainty of this choice
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from weft.observe.eval_statistics import (
     compute_first_shares,
 )
 
-MOST_NAMED = 4  # models that a sentence names; the others are counted
-SURE = 0.999  # share of the resamples above which it is written as `over 99.9%`
-
-
-# Name of a metric of `eval_suite` in a run, such as eval/gsm8k/exact_match; a filter may be between
+MAX_NAMES = 4  # models that a sentence names; further ones are counted
+MAX_SHARE = 0.999  # a larger share of the resamples is written as `over 99.9%`
+# Name of a metric of `eval_suite` in a run: eval/TASK/METRIC or eval/TASK/FILTER/METRIC.
 RUN_METRIC = re.compile(r"eval/([^/]+)/(?:[^/]+/)?([^/]+)")
 
 
@@ -55,9 +53,9 @@ class TableOptions:
         tasks: tasks to show, with all their metrics; empty for all tasks
         everything: show every metric of every task, and the subtasks of groups
         base: model that the others are compared with; "" for the first
-        by: task, metric, `TASK:METRIC` or `average` that decides, or a run's name of a metric, such
-            as `eval/TASK/METRIC`; "" for the average if there is one, or else the first of the
-            columns with the most scores. If it is set, the best model comes first.
+        by: the deciding column: a task, a metric, `TASK:METRIC`, `average`, or a metric of a run,
+            such as `eval/TASK/METRIC`; "" for the average if there is one, else the first of the
+            columns with the most scores. If it is not "", models are sorted by it, best first.
     """
 
     tasks: Sequence[str] = ()
@@ -70,8 +68,8 @@ class TableOptions:
 class EvaluationTable:
     """Scores of models on tasks.
 
-    `names` has the short name of each model, in the order of the rows. `verdict` says which model
-    is best by the column `decider`, and `best` is that model.
+    `names` maps each model to its short name, in the order of the rows. `best` is the best model by
+    the column `decider`, and `verdict` has sentences on it.
     """
 
     names: Mapping[str, str]
@@ -92,9 +90,9 @@ def build_table(
     Raises `ConfigError` for an unknown task, base or metric in `options`, and if nothing is left.
     """
     options = options or TableOptions()
-    named = RUN_METRIC.fullmatch(options.by)
-    if named is not None:
-        options = replace(options, by=f"{named[1]}:{named[2]}")
+    run_metric = RUN_METRIC.fullmatch(options.by)
+    if run_metric is not None:
+        options = replace(options, by=f"{run_metric[1]}:{run_metric[2]}")
     columns, scores = _choose_columns(results.scores, options)
     models = sort_models(scores.values())
     names = shorten_names(models)
@@ -131,7 +129,10 @@ def build_table(
 
 
 def shorten_names(models: Sequence[str]) -> dict[str, str]:
-    """Return a short name of each model: the shortest form in which all names differ."""
+    """Return a short name for each model.
+
+    It has as few of the last folders of the model's path as possible, so that all names differ.
+    """
     parts = {}
     for model in models:
         run, step = split_model_name(model)
@@ -146,28 +147,30 @@ def shorten_names(models: Sequence[str]) -> dict[str, str]:
     return {model: model for model in models}
 
 
-def find_model_name(given: str, names: Mapping[str, str]) -> str:
-    """Return the model that `given` refers to: its full name, its short name or the end of one.
+def find_model_name(text: str, names: Mapping[str, str]) -> str:
+    """Return the model that `text` refers to: its full name, its short name or the end of one.
 
     Raises `ConfigError` if there is no such model, or more than one.
     """
-    plain = given.removeprefix("./").rstrip("/")
+    name_or_end = text.removeprefix("./").rstrip("/")
     for model, name in names.items():
-        if plain in (model, name):
+        if name_or_end in (model, name):
             return model
-    ending = [
+    matching = [
         model
         for model in names
-        if model.endswith((f"/{plain}", plain if "@" in plain else f"/{plain}"))
+        if model.endswith(
+            (f"/{name_or_end}", name_or_end if "@" in name_or_end else f"/{name_or_end}")
+        )
     ]
-    if len(ending) == 1:
-        return ending[0]
-    listed = ", ".join(names.values())
-    if ending:
-        raise ConfigError(f"{given!r} names several of the models; they are {listed}")
-    close = find_nearest(given, names.values(), 1)
-    hint = f"did you mean {close[0]}?" if close else f"they are {listed}"
-    raise ConfigError(f"{given!r} is none of the evaluated models; {hint}")
+    if len(matching) == 1:
+        return matching[0]
+    all_names = ", ".join(names.values())
+    if matching:
+        raise ConfigError(f"{text!r} names several of the models; they are {all_names}")
+    close = find_nearest(text, names.values(), 1)
+    hint = f"did you mean {close[0]}?" if close else f"they are {all_names}"
+    raise ConfigError(f"{text!r} is none of the evaluated models; {hint}")
 
 
 # -- columns
@@ -178,25 +181,25 @@ def _choose_columns(
 ) -> tuple[list[TableColumn], dict[tuple[str, TableColumn], EvaluationScore]]:
     """Return the columns to show, and the score of each cell.
 
-    By default, these are the groups, and the tasks outside groups, each with its first metric. The
-    first metric is the first one that the harness recorded, or the one that `options.by` names.
+    By default, these are the groups, and the tasks outside groups, each with one metric: the metric
+    that `options.by` names, or else the first one in the results.
     """
-    known = list(dict.fromkeys(score.task for score in scores))
+    tasks = list(dict.fromkeys(score.task for score in scores))
     for task in options.tasks:
-        if task not in known:
-            close = find_nearest(task, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        if task not in tasks:
+            close = find_nearest(task, tasks, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(tasks)}"
             raise ConfigError(f"--task {task}: no result has this task; {hint}")
     preferred = _find_preferred_metric(scores, options.by)
     grouped = find_grouped_tasks(scores)
     by_column: dict[TableColumn, list[EvaluationScore]] = {}
     for score in scores:
-        hidden = score.task not in options.tasks if options.tasks else score.task in grouped
-        if hidden and not (options.everything and not options.tasks):
+        is_hidden = score.task not in options.tasks if options.tasks else score.task in grouped
+        if is_hidden and not (options.everything and not options.tasks):
             continue
         column = TableColumn(score.task, score.measure, score.shots, score.rises)
         by_column.setdefault(column, []).append(score)
-    columns = sorted(by_column, key=lambda each: (known.index(each.task), each.shots or 0))
+    columns = sorted(by_column, key=lambda column: (tasks.index(column.task), column.shots or 0))
     if not options.everything and not options.tasks:
         columns = _choose_first_metrics(columns, preferred)
     chosen = {}
@@ -207,7 +210,11 @@ def _choose_columns(
 
 
 def _find_preferred_metric(scores: Sequence[EvaluationScore], by: str) -> tuple[str, str]:
-    """Return (task, metric) that `by` names; the task is "" for a metric of all tasks."""
+    """Return (task, metric) for the option `by`.
+
+    The task is "" for a metric of any task. Both are "" if `by` names no metric. Raises
+    `ConfigError` for an unknown name.
+    """
     tasks = {score.task for score in scores}
     metrics = {name for score in scores for name in (score.metric, score.measure)}
     task, _, metric = by.rpartition(":")
@@ -218,15 +225,15 @@ def _find_preferred_metric(scores: Sequence[EvaluationScore], by: str) -> tuple[
     if task in tasks and metric in metrics:
         return task, metric
     close = find_nearest(by, [*tasks, *metrics], 1)
-    known = ", ".join([AVERAGE, *sorted(tasks), *sorted({score.metric for score in scores})])
-    hint = f"did you mean {close[0]}?" if close else f"known: {known}"
+    known_names = ", ".join([AVERAGE, *sorted(tasks), *sorted({score.metric for score in scores})])
+    hint = f"did you mean {close[0]}?" if close else f"known: {known_names}"
     raise ConfigError(f"--by {by}: is no task, metric or TASK:METRIC of these results; {hint}")
 
 
 def _choose_first_metrics(
     columns: Sequence[TableColumn], preferred: tuple[str, str]
 ) -> list[TableColumn]:
-    """Return one column for each task and number of shots."""
+    """Return one column per task and number of shots: the preferred metric or the first one."""
     first: dict[tuple[str, int | None], TableColumn] = {}
     for column in columns:
         key = (column.task, column.shots)
@@ -260,9 +267,9 @@ def _choose_decider(
     for column in columns:
         if column.task == by or (column.task == task and _has_metric(column, metric)):
             return column
-    own = [column for column in columns if _has_metric(column, by)]
-    if len(own) == 1 or (own and average is None):
-        return own[0]
+    metric_columns = [column for column in columns if _has_metric(column, by)]
+    if len(metric_columns) == 1 or (metric_columns and average is None):
+        return metric_columns[0]
     if average is not None:
         return average
     raise ConfigError(f"--by {by}: is in none of the shown columns; add --all")
@@ -274,41 +281,46 @@ def _describe_cells(
     names: Mapping[str, str],
     base: str,
 ) -> list[str]:
-    """Return notes on how the intervals and marks were computed, and on refused comparisons."""
+    """Return notes on the methods of intervals and marks, and on refused or partial comparisons."""
     notes = []
     methods = {cell.method for cell in cells.values() if cell.method}
-    ways = {
+    descriptions = {
         WILSON: "Wilson for shares of right items",
         BOOTSTRAP: f"bootstrap over the items ({RESAMPLES:,} resamples) for other means",
         RECORDED: "1.96 recorded standard errors where no items can be used",
     }
     if methods:
-        used = "; ".join(text for method, text in ways.items() if method in methods)
+        used = "; ".join(text for method, text in descriptions.items() if method in methods)
         notes.append(f"intervals are 95%: {used}")
     compared = [cell for cell in cells.values() if cell.difference is not None]
     if compared:
-        alone = 0
+        num_uncorrected = 0
         for cell in compared:
-            is_alone = cell.difference is not None and cell.difference.is_beyond_noise()
-            alone += is_alone and not cell.mark
-        uncorrected = f"; {alone} more would be marked without the correction" if alone else ""
+            is_beyond_noise = cell.difference is not None and cell.difference.is_beyond_noise()
+            num_uncorrected += is_beyond_noise and not cell.mark
+        uncorrected = (
+            f"; {num_uncorrected} more would be marked without the correction"
+            if num_uncorrected
+            else ""
+        )
         notes.append(
             f"▲ and ▼ mark where a model is better or worse than {names[base]} on the same items: "
             f"the paired bootstrap's 95% interval excludes 0 and a paired randomization test gives "
             f"p < 0.05, corrected for {len(compared)} comparisons (Holm){uncorrected}"
         )
+    # Group the models by the reason for which a comparison was refused, or by the shared items.
     for column in columns:
-        known = cells.get((base, column))
+        base_cell = cells.get((base, column))
         reasons: dict[str, list[str]] = {}
         for model, name in names.items():
-            own = cells.get((model, column))
-            if own is None:
+            cell_of_model = cells.get((model, column))
+            if cell_of_model is None:
                 continue
-            if own.refusal:
-                reasons.setdefault(own.refusal, []).append(name)
-            elif own.difference is not None and known is not None:
-                count = own.difference.num_items
-                if count < max(known.num_items or 0, own.num_items or 0):
+            if cell_of_model.refusal:
+                reasons.setdefault(cell_of_model.refusal, []).append(name)
+            elif cell_of_model.difference is not None and base_cell is not None:
+                count = cell_of_model.difference.num_items
+                if count < max(base_cell.num_items or 0, cell_of_model.num_items or 0):
                     reasons.setdefault(f"shared {count:,}", []).append(name)
         for reason, models in reasons.items():
             if reason.startswith("shared "):
@@ -325,31 +337,38 @@ def _describe_cells(
 
 
 def _describe_shots(columns: Sequence[TableColumn]) -> list[str]:
+    """Return a note for each task with several numbers of shots."""
     shots: dict[str, set[int | None]] = {}
     for column in columns:
         shots.setdefault(column.task, set()).add(column.shots)
     notes = []
     for task, counts in shots.items():
         if len(counts) > 1:
-            listed = " and ".join(str(count) for count in sorted(counts, key=lambda n: n or 0))
-            notes.append(f"{task} with {listed} shots: separate columns, which are not compared")
+            numbers = " and ".join(str(count) for count in sorted(counts, key=lambda n: n or 0))
+            notes.append(f"{task} with {numbers} shots: separate columns, which are not compared")
     return notes
 
 
 def _list_names(names: Sequence[str]) -> str:
-    if len(names) <= MOST_NAMED:
+    """Return the names as text, with at most `MAX_NAMES` of them."""
+    if len(names) <= MAX_NAMES:
         return ", ".join(names)
-    return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
+    return f"{', '.join(names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"
 
 
 # -- the verdict
 
 
 def format_score(value: float) -> str:
-    """Format a score with three digits after the point if it is small, and fewer if it is large."""
+    """Format a score with three digits after the point, and fewer if it is 10 or larger."""
     if abs(value) >= 1e6:
         return f"{value:.3g}"
-    digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+    if abs(value) < 10:
+        digits = 3
+    elif abs(value) < 100:
+        digits = 2
+    else:
+        digits = 1
     return f"{value:.{digits}f}"
 
 
@@ -381,61 +400,63 @@ def _write_verdict(
     column: TableColumn,
     names: Mapping[str, str],
 ) -> tuple[str, str]:
-    """Return the best model by a column, and sentences on how sure that is."""
-    there = [model for model in _sort_by(cells, column, list(names)) if (model, column) in cells]
-    best = there[0]
+    """Return the best model by a column, and sentences on the certainty of this choice."""
+    scored_models = [
+        model for model in _sort_by(cells, column, list(names)) if (model, column) in cells
+    ]
+    best = scored_models[0]
     winner = cells[best, column]
     count = f", {winner.num_items:,} items" if winner.num_items else ""
     interval = f" {format_interval(winner.interval)}" if winner.interval else ""
     confidence = "95% interval" if winner.interval else "no interval is known"
     facts = f"{format_score(winner.value)}{interval} ({confidence}{count})"
-    if len(there) == 1:
+    if len(scored_models) == 1:
         return best, f"Only {names[best]} has a score by {column.label}: {facts}."
-    absent = len(names) - len(there)
+    num_without_score = len(names) - len(scored_models)
     text = f"Best by {column.label}: {names[best]}, {facts}."
-    # Compare the best with each of the others.
+    # Compare the best model with each of the others.
     differences = {}
     incomparable = []
-    for model in there[1:]:
+    for model in scored_models[1:]:
         difference = compare_cells(winner, cells[model, column])
         if isinstance(difference, str):
             incomparable.append(names[model])
         else:
             differences[model] = difference
-    chances = adjust_for_comparisons([each.chance for each in differences.values()])
-    alike = []
-    for (model, difference), chance in zip(differences.items(), chances, strict=True):
-        if not difference.is_beyond_noise(chance):
-            alike.append(model)
-    text += _describe_others(len(differences), [names[model] for model in alike])
+    p_values = adjust_for_comparisons([item.p_value for item in differences.values()])
+    models_within_noise = []
+    for (model, difference), p_value in zip(differences.items(), p_values, strict=True):
+        if not difference.is_beyond_noise(p_value):
+            models_within_noise.append(model)
+    text += _describe_others(len(differences), [names[model] for model in models_within_noise])
     text += _describe_first_share(cells, column, best, list(differences))
     if incomparable:
         text += f" Not comparable with it: {_list_names(incomparable)}."
-    if absent:
-        text += f" {absent} {'model has' if absent == 1 else 'models have'} no such score."
+    if num_without_score:
+        text += f" {num_without_score} {'model has' if num_without_score == 1 else 'models have'} no such score."
     return best, text
 
 
-def _describe_others(count: int, alike: Sequence[str]) -> str:
-    """Return a sentence on how many of the `count` other models are within noise of the best."""
+def _describe_others(count: int, names_within_noise: Sequence[str]) -> str:
+    """Return a sentence on the models within noise of the best; `count` models were compared."""
     if not count:
         return ""
-    if not alike:
+    if not names_within_noise:
         others = {1: "The other model is", 2: "Both others are"}.get(
             count, f"All {count} others are"
         )
         return f" {others} worse beyond noise."
-    if len(alike) == count:
+    if len(names_within_noise) == count:
         if count == 1:
-            return f" The other, {alike[0]}, is within noise of it: which is better is not known."
+            return f" The other, {names_within_noise[0]}, is within noise of it: which is better is not known."
         others = "Both others" if count == 2 else f"All {count} others"
         return f" {others} are within noise of it: which is best is not known."
-    verb = "is" if len(alike) == 1 else "are"
-    rest = count - len(alike)
+    verb = "is" if len(names_within_noise) == 1 else "are"
+    rest = count - len(names_within_noise)
     tail = "the other is worse" if rest == 1 else f"the other {rest} are worse"
-    return (
-        f" {len(alike)} of {count} others {verb} within noise of it ({_list_names(alike)}); {tail}."
-    )
+    number = len(names_within_noise)
+    names = _list_names(names_within_noise)
+    return f" {number} of {count} others {verb} within noise of it ({names}); {tail}."
 
 
 def _describe_first_share(
@@ -444,16 +465,21 @@ def _describe_first_share(
     best: str,
     others: Sequence[str],
 ) -> str:
-    """Return a sentence on how often the best model stays first if the items are resampled."""
+    """Return a sentence on the share of resamples in which the best model has the best score.
+
+    Returns "" if the models cannot be compared on the same items.
+    """
     tables = []
     for model in (best, *others):
         table = cells[model, column].items
         if table is not None:
             tables.append(table)
-    matched = match_items(tables) if len(tables) == len(others) + 1 and others else ""
+    if not others or len(tables) <= len(others):
+        return ""
+    matched = match_items(tables)
     if isinstance(matched, str):
         return ""
     share = float(compute_first_shares(matched, rises=column.rises)[0])
     digits = 1 if share > 0.99 else 0
-    text = "over 99.9%" if share > SURE else f"{share:.{digits}%}"
+    text = "over 99.9%" if share > MAX_SHARE else f"{share:.{digits}%}"
     return f" It has the best score in {text} of {RESAMPLES:,} resamples of the items."

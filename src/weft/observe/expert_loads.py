@@ -1,7 +1,7 @@
-"""Loads of experts in past steps, from which the next step of a run with expert parallelism is predicted.
+"""Loads of experts in past steps, for predicting the next step of a run with expert parallelism.
 
-How unequally tokens are sent to experts is assumed before a run. From the second step on, a run's
-prediction has the median of what its training calls measured so far.
+The first prediction assumes a distribution of tokens over the experts. Later predictions use the
+median of the loads that the run's training calls have measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXPERT_LOAD = "expert_load"
 
 
 class ExpertLoads:
-    """Loads of the experts of a run's roles: tokens of the busiest one relative to the mean.
+    """Expert loads of a run by role: tokens of the busiest expert relative to the mean.
 
     `roles` maps the names of training calls to their roles.
     """
@@ -35,14 +35,14 @@ class ExpertLoads:
         return {role: median(loads) for role, loads in self._loads.items()}
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Add the loads of a step; `metrics` are those of its line of metrics.jsonl."""
+        """Add the loads of a step; `metrics` is the step's line of metrics.jsonl."""
         for call, role in self._roles.items():
             load = metrics.get(f"{call}/{EXPERT_LOAD}")
             if load is not None and is_finite(load):
                 self._loads.setdefault(role, deque(maxlen=MAX_STEPS)).append(float(load))
 
     def complete(self, prediction: PredictedStep) -> PredictedStep:
-        """Return the prediction of the next step with the loads of past ones."""
+        """Return the prediction of the next step, with the median loads of past steps."""
         if prediction.predict_again is None or not self._loads:
             return prediction
         return replace(prediction, metrics=prediction.predict_again(self.medians))
@@ -51,7 +51,7 @@ class ExpertLoads:
 def read_expert_loads(
     lines: Sequence[Mapping[str, Any]], roles: Mapping[str, str]
 ) -> dict[str, float]:
-    """Return the median load of the experts in a run, by role; `lines` are those of metrics.jsonl."""
+    """Return the median load of experts by role; `lines` are the rows of metrics.jsonl."""
     loads = ExpertLoads(roles)
     for line in lines:
         loads.record(line)

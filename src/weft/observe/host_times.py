@@ -1,7 +1,7 @@
-"""Seconds of host functions in past steps, which are added to what is predicted of the next step.
+"""Durations of host functions in past steps, which are added to the predicted next step.
 
-No formula knows how long a user's reward or filter takes. From the second step on, a run's predicted
-step includes the median of what its host functions took so far.
+The duration of a user's reward or filter cannot be computed in advance. From the second step on,
+the predicted step includes the median duration of each host function so far.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class HostTimes:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Median seconds of each function that past steps ran."""
+        """Median seconds of each function that ran in a past step."""
         return {name: median(times) for name, times in self._seconds.items() if times}
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Add the times of a step; `metrics` are those of its line of metrics.jsonl."""
+        """Add the times of a step; `metrics` is the step's line of metrics.jsonl."""
         for name, times in self._seconds.items():
             key = f"{TIME}{name}"
             if is_finite(metrics.get(key)):
                 times.append(float(metrics[key]))
 
     def complete(self, prediction: PredictedStep) -> dict[str, float]:
-        """Return the predicted metrics of the next step, with the host functions of past ones.
+        """Return the predicted metrics of the next step, including those of host functions.
 
-        A step that is predicted takes longer by the sum of their medians.
+        The sum of the host functions' medians is added to the predicted duration of the step.
         """
         metrics = dict(prediction.metrics)
         medians = self.medians
@@ -46,13 +46,16 @@ class HostTimes:
         if name not in metrics or not medians:
             return metrics
         metrics[name] += sum(medians.values())
-        return metrics | {f"{PREDICTED}{function}": each for function, each in medians.items()}
+        return metrics | {
+            f"{PREDICTED}{function}": seconds for function, seconds in medians.items()
+        }
 
 
 def read_host_seconds(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float]:
-    """Return the median seconds a step of host functions in a run, by name.
+    """Return the median seconds per step of each host function in `names`.
 
-    `lines` are the rows of its metrics.jsonl. Functions that it did not run are left out.
+    `lines` are the rows of a run's metrics.jsonl. The first row is skipped, if there are others.
+    Functions that did not run are left out.
     """
     times = HostTimes(names)
     for line in lines[1:] or lines:  # the first step is longer

@@ -1,8 +1,7 @@
-"""Files of a run: JSON Lines with one object per line, each for one training step, and JSON.
+"""Readers and writers of a run's JSON and JSON Lines files, and short names of checkpoints.
 
-Files can be missing or damaged; readers return what is left of them.
-
-`shorten_path` and `build_served_name` name a run's checkpoints for display.
+Each line of a JSON Lines file has one object and belongs to a training step. Files can be missing
+or damaged; readers skip unreadable parts.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def clean_value(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, dict):
         result = {}
-        for name, each in value.items():
-            result[clean_value(str(name))] = clean_value(each, depth + 1)
+        for name, item in value.items():
+            result[clean_value(str(name))] = clean_value(item, depth + 1)
         return result
     if isinstance(value, list | tuple):
-        return [clean_value(each, depth + 1) for each in value]
+        return [clean_value(item, depth + 1) for item in value]
     return str(value).encode("utf-8", errors="replace").decode()
 
 
@@ -73,9 +72,9 @@ def convert_to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): convert_to_json(each) for key, each in value.items()}
+        return {str(key): convert_to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [convert_to_json(each) for each in value]
+        return [convert_to_json(item) for item in value]
     if isinstance(value, numbers.Integral):
         return int(value)
     number = float(value)
@@ -110,10 +109,10 @@ def read_row(line: str) -> dict[str, Any] | None:
         return None
 
 
-def format_ranges(steps: Sequence[int], most: int = 8) -> str:
+def format_ranges(steps: Sequence[int], max_ranges: int = 8) -> str:
     """Format increasing whole numbers, such as steps, as ranges: `1-3, 7, 9-20`.
 
-    If there are more than `most` ranges, the remaining ones are only counted, as in `and 2 more
+    If there are more than `max_ranges` ranges, the others are only counted, as in `and 2 more
     ranges`.
     """
     ranges: list[list[int]] = []
@@ -122,9 +121,11 @@ def format_ranges(steps: Sequence[int], most: int = 8) -> str:
             ranges[-1][1] = step
         else:
             ranges.append([step, step])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:most]]
+    texts = [
+        str(first) if first == last else f"{first}-{last}" for first, last in ranges[:max_ranges]
+    ]
     return ", ".join(texts) + (
-        f" and {len(ranges) - most} more ranges" if len(ranges) > most else ""
+        f" and {len(ranges) - max_ranges} more ranges" if len(ranges) > max_ranges else ""
     )
 
 
@@ -161,16 +162,16 @@ class StepFile:
 
     def find_missing(self, first: int, last: int) -> list[int]:
         """Return the steps from `first` to `last`, inclusive, that have no readable line."""
-        there = {int(row["step"]) for row in self.read_rows()}
-        return [step for step in range(first, last + 1) if step not in there]
+        present_steps = {int(row["step"]) for row in self.read_rows()}
+        return [step for step in range(first, last + 1) if step not in present_steps]
 
-    def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Add the items of `more` to the objects of `step`, replacing the file atomically."""
+    def amend(self, step: int, items: Mapping[str, Any]) -> None:
+        """Add `items` to the objects of `step`, replacing the file atomically."""
 
         def amend_line(line: bytes) -> bytes:
-            row = json.loads(line) | convert_to_json(more) if _read_step(line) == step else None
-            if row is None:
+            if _read_step(line) != step:
                 return line
+            row = json.loads(line) | convert_to_json(items)
             return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
         self._rewrite(amend_line)
@@ -210,8 +211,8 @@ def shorten_path(path: str) -> str:
     parts = Path(path).parts
     if len(parts) <= 3 or parts[-3] != CHECKPOINTS or STEP.fullmatch(parts[-1]) is None:
         return path
-    named = f"{Path(*parts[:-3])}@{parts[-1]}"
-    return named if parts[-2] in POLICIES else f"{named}:{parts[-2]}"
+    name = f"{Path(*parts[:-3])}@{parts[-1]}"
+    return name if parts[-2] in POLICIES else f"{name}:{parts[-2]}"
 
 
 def build_served_name(path: str) -> str:
@@ -223,7 +224,7 @@ def build_served_name(path: str) -> str:
     """
     parts = Path(path).parts
     if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
-        named = parts[-4]
+        name = parts[-4]
     else:
-        named = next((part for part in reversed(parts) if STEP.fullmatch(part) is None), path)
-    return re.sub(r"[^A-Za-z0-9._-]", "-", named)
+        name = next((part for part in reversed(parts) if STEP.fullmatch(part) is None), path)
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)

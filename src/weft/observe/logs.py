@@ -12,20 +12,22 @@ from weft.errors import TRANSPORTS
 from weft.writing import open_file
 
 RUN_LOG = "log.txt"
-WORKERS = "logs"
-SLURM = "slurm"
-WORKER = re.compile(r"worker-(\d+)")
-STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
-# Patterns of lines that begin a traceback, or say why a process ended.
+WORKER_LOGS = "logs"  # folder of a run
+SLURM_LOGS = "slurm"  # folder of a run
+WORKER_NAME = re.compile(r"worker-(\d+)")
+TIME_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
+# Lines that begin a traceback, or name the reason for which a process ended.
 TRACEBACK = "Traceback (most recent call last):"
-FAILURE = re.compile(
+FAILURE_LINE = re.compile(
     r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core "
     r"dumped|"
     r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: "
     r"\d+ of \d+ nodes have joined"
 )
-# Slurm's message for a step that was ended. Not a failure: every job of weft ends Ray like this.
-ENDED = re.compile(r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$")
+# Slurm's message for a step that was ended. No failure: weft ends Ray like this in every job.
+SLURM_END = re.compile(
+    r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$"
+)
 BLOCK_LINES = 60  # maximum lines of a traceback to show
 
 
@@ -88,13 +90,13 @@ def find_log_files(run: Path) -> list[LogFile]:
     """
     log_files = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
-    for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):
-        number = WORKER.fullmatch(path.stem)
+    for path in sorted(path for path in (run / WORKER_LOGS).glob("*.log") if path.is_file()):
+        number = WORKER_NAME.fullmatch(path.stem)
         workers.append(LogFile(path.stem, path, int(number[1]) if number else None))
     log_files += sorted(
         workers, key=lambda file: (file.worker is None, file.worker or 0, file.name)
     )
-    jobs = [path for path in (run / SLURM).glob("*.log") if path.is_file()]
+    jobs = [path for path in (run / SLURM_LOGS).glob("*.log") if path.is_file()]
     jobs.sort(key=lambda path: (int(re.match(r"\d*", path.name)[0] or 0), path.name))  # type: ignore[index]
     return log_files + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
 
@@ -103,9 +105,9 @@ def find_failure(file: LogFile) -> LoggedFailure | None:
     """Return the first failure in a log file; None if the file reports no failure."""
     lines = file.read_lines()
     starts = (
-        n
-        for n, line in enumerate(lines)
-        if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line))
+        index
+        for index, line in enumerate(lines)
+        if TRACEBACK in line or (FAILURE_LINE.search(line) and not SLURM_END.search(line))
     )
     start = next(starts, None)
     if start is None:
@@ -131,8 +133,8 @@ def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
     stamps, its modification time is used, because the process that fails first is also the first to
     stop writing.
     """
-    failures = [each for file in files if (each := find_failure(file)) is not None]
-    return sorted(failures, key=lambda each: (each.is_consequence, each.when))
+    failures = [failure for file in files if (failure := find_failure(file)) is not None]
+    return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when))
 
 
 def _is_traceback_end(line: str) -> bool:
@@ -141,14 +143,14 @@ def _is_traceback_end(line: str) -> bool:
     The last line of a traceback names the exception and is not indented.
     """
     # Remove a prefix in () or [], which other programs put before each line.
-    bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
-    return bool(bare) and not bare[0].isspace()
+    unprefixed = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
+    return bool(unprefixed) and not unprefixed[0].isspace()
 
 
 def _find_time(lines: Iterable[str]) -> float | None:
     """Return the first time stamp in the lines, in seconds since the epoch; None if not found."""
     for line in lines:
-        stamp = STAMP.search(line)
+        stamp = TIME_STAMP.search(line)
         if stamp:
             return time.mktime(time.strptime(f"{stamp[1]} {stamp[2]}", "%Y-%m-%d %H:%M:%S"))
     return None
@@ -161,16 +163,17 @@ class LogFollower:
     """
 
     def __init__(self, files: Iterable[LogFile]) -> None:
-        self._read = {file.path: file.path.stat().st_size for file in files}
+        # bytes already read of each file
+        self._offsets = {file.path: file.path.stat().st_size for file in files}
 
     def read_new_lines(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
         """Yield the file and the text of each line that was completed since the last call."""
         for file in files:
-            start = self._read.get(file.path, 0)
+            start = self._offsets.get(file.path, 0)
             with file.path.open("rb") as handle:
                 handle.seek(start)
                 added = handle.read()
-            whole = added.rfind(b"\n") + 1
-            self._read[file.path] = start + whole
-            for line in added[:whole].decode("utf-8", errors="replace").splitlines():
+            num_complete = added.rfind(b"\n") + 1
+            self._offsets[file.path] = start + num_complete
+            for line in added[:num_complete].decode("utf-8", errors="replace").splitlines():
                 yield file, line

@@ -15,13 +15,14 @@ MIB = 2.0**20
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # makes Linux set the peak to the current size, see proc(5)
+# Options of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-M_ARENA_MAX = -8  # these three are constants of glibc's malloc.h
-# Sizes in bytes, the largest that mallopt accepts; number of arenas.
+M_ARENA_MAX = -8
+# Both sizes are the largest that mallopt accepts, in bytes.
 HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX: 1}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# torch reads both; the first is the newer name
+# Environment variables that torch reads; the first is the newer name.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -75,9 +76,9 @@ def measure_recent_peak_gb() -> float:
 
 
 def measure_file_pages_gb() -> float:
-    """Return how much of this process's resident memory is mapped from files, in GiB.
+    """Return the size of this process's resident memory that is mapped from files, in GiB.
 
-    Most of it is library code. Returns 0 if the operating system does not report the size.
+    Most of this memory is library code. Returns 0 if the operating system does not report it.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, separator, rest = STATUS.read_text().partition("RssFile:")
@@ -103,9 +104,9 @@ def keep_freed_memory() -> None:
 def prepare_heaps() -> Iterator[None]:
     """Set up the heaps of processes that are started within this context, by environment variables.
 
-    `keep_freed_memory` comes too late for a process that already has threads. Each thread has an
-    arena (a heap of its own), and all arenas but the first consist of areas of 64 MiB, of which two
-    large blocks can leave one half empty. Variables that the user has set stay as they are.
+    `keep_freed_memory` is too late for a process that already has threads, because each thread has
+    a separate heap, an arena. All arenas but the first consist of areas of 64 MiB, half of which
+    can stay unused if blocks are large. Variables that the user has set are not changed.
     """
     variables = build_heap_variables(os.environ)
     os.environ.update(variables)
@@ -121,9 +122,10 @@ def build_heap_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     With huge pages, blocks of 8 MiB and more are outside of the heap: sharded training gathers and
     frees many of them, and small blocks would take up part of the space that each leaves. Without
-    huge pages, the page faults of such blocks would cost a quarter of a step.
+    huge pages, the page faults of such blocks would take a quarter of a step.
     """
-    separate_size = HEAP[M_MMAP_THRESHOLD]  # of blocks that are outside of the heap, at least
+    # minimum size of the blocks outside of the heap, in bytes
+    separate_size = HEAP[M_MMAP_THRESHOLD]
     variables = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(HEAP[M_TRIM_THRESHOLD])}
     try:
         has_huge_pages = "[never]" not in HUGE_PAGES.read_text(encoding="ascii")
@@ -136,8 +138,11 @@ def build_heap_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in environment}
 
 
-def format_size(number: float, digits: int = 2) -> str:
-    """Format a number of bytes, in GiB with `digits` decimals or in MiB with one less."""
-    if number >= 0.1 * GIB:
-        return f"{number / GIB:.{digits}f} GiB"
-    return f"{number / MIB:.{digits - 1}f} MiB"
+def format_size(num_bytes: float, digits: int = 2) -> str:
+    """Format a number of bytes in GiB with `digits` decimals, or in MiB with one decimal less.
+
+    MiB are used below 0.1 GiB.
+    """
+    if num_bytes >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.{digits}f} GiB"
+    return f"{num_bytes / MIB:.{digits - 1}f} MiB"

@@ -1,6 +1,6 @@
 """Descriptions of metrics: meaning, unit, healthy range, and bounds for warnings.
 
-They are in `metric_help.toml`. `python -m weft.observe.metric_help` prints them as Markdown tables.
+`metric_help.toml` contains them. `python -m weft.observe.metric_help` prints them as Markdown.
 """
 
 from __future__ import annotations
@@ -43,44 +43,46 @@ CRITIC = "Critic"
 PREFERENCES = "Preferences"
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-# The first pattern that matches is used. A name ending in one of `ENDS` is also tried without it.
+# The first matching pattern is used. Names with a suffix in `SUFFIXES` are also tried without it.
 HELP = tuple(MetricHelp(group=group, **row) for group, rows in _TABLE.items() for row in rows)
-ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the step
+SUFFIXES = ("_max", "_min")
 
 
 @cache
 def find(name: str) -> MetricHelp | None:
     """Return the description of a metric of metrics.jsonl; None if the metric has no description."""
     if name.startswith(("time/", "predicted/")):
-        return next((one for one in HELP if fnmatchcase(name, one.pattern)), None)
-    if "/" not in name:
-        rest = name
-    else:
-        rest = name.partition("/")[2]
-    parts = rest.split("/")
+        return _match_pattern(name)
+    parts = name.split("/")
+    if len(parts) > 1:
+        parts = parts[1:]  # without the node
     if name.startswith("eval/"):  # eval/{source}/{metric}, eval/{metric}
         if parts[-2:-1] in (["rewards"], ["logps"]):
             parts = parts[-2:]
         else:
             parts = parts[-1:]
     for tried in ("/".join(parts), parts[-1]):
-        ends = [tried, *(tried.removesuffix(end) for end in ENDS if tried.endswith(end))]
-        for each in ends:
-            known = next((one for one in HELP if fnmatchcase(each, one.pattern)), None)
-            if known is not None:
-                return known
+        stems = [tried.removesuffix(suffix) for suffix in SUFFIXES if tried.endswith(suffix)]
+        for candidate in [tried, *stems]:
+            metric_help = _match_pattern(candidate)
+            if metric_help is not None:
+                return metric_help
     return None
+
+
+def _match_pattern(name: str) -> MetricHelp | None:
+    return next((entry for entry in HELP if fnmatchcase(name, entry.pattern)), None)
 
 
 def render_markdown() -> str:
     """Return all descriptions as Markdown, with one table per group."""
-    groups = list(dict.fromkeys(one.group for one in HELP))
+    groups = list(dict.fromkeys(entry.group for entry in HELP))
     parts = []
     for group in groups:
-        rows = [one for one in HELP if one.group == group]
+        rows = [entry for entry in HELP if entry.group == group]
         lines = [f"## {group}", "", "| metric | unit | what it is | healthy |", "|---|---|---|---|"]
-        for one in rows:
-            lines.append(f"| `{one.pattern}` | {one.unit} | {one.what} | {one.healthy} |")
+        for row in rows:
+            lines.append(f"| `{row.pattern}` | {row.unit} | {row.what} | {row.healthy} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -13,23 +13,23 @@ from typing import Any, Generic, TypeVar
 
 TIME = "time/"
 PREDICTED = "predicted/"  # forecasts, written next to the measured values
-ABOUT_MACHINE = (TIME, PREDICTED)  # tell how fast the machine is, not how well the model learns
+ABOUT_MACHINE = (TIME, PREDICTED)  # depend on the speed of the machine, not on the model
 EVAL = "eval/"
-NOT_TRAINING = (*ABOUT_MACHINE, EVAL)  # other metrics are those of the training graph's calls
+NOT_TRAINING = (*ABOUT_MACHINE, EVAL)  # all other metrics come from calls of the training graph
 ROWS = "eval/num_rows"  # number of validation rows of all sources
 COUNTERS = ("step", "epoch", ROWS)
 LAST_STEP = 2**53  # the largest step; floats are exact up to here
 LAST_TIME = 2.0**36  # the latest time, in seconds since the epoch: the year 4147
 LARGEST = 1e100  # bound of the numbers shown; their squares and sums stay finite
 
-# Last parts of names; the first that a run has is its headline.
+# Last parts of names; the first one that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
-# Headlines of reward models and DPO in place of the loss: by algorithm, or by a metric that only
-# they have.
-JUDGED = {"rw": "accuracy", "dpo": "accuracies"}
-MARKS_OF_JUDGES = {"kendalltau": "accuracy", "accuracies": "accuracies"}
-# Metrics shown at once, in this order; others are shown on a click.
-TELLING = (
+# Reward models and DPO have an accuracy as headline instead of the loss: by algorithm, or, if the
+# algorithm is unknown, by the last part of a metric that only they have.
+ACCURACY_HEADLINES = {"rw": "accuracy", "dpo": "accuracies"}
+ACCURACY_MARKERS = {"kendalltau": "accuracy", "accuracies": "accuracies"}
+# Last parts of metrics that are shown without a click, in this order.
+INFORMATIVE = (
     "reward",
     "accuracy",
     "accuracies",
@@ -109,30 +109,34 @@ def get_direction(name: str) -> int:
     last = get_last_part(name)
     if name.startswith(ABOUT_MACHINE):
         return 0
-    if any(last == word or last.endswith(f"_{word}") for word in RISING):
+    if any(last == part or last.endswith(f"_{part}") for part in RISING):
         return 1
-    if any(last == word or last.endswith(f"_{word}") for word in FALLING):
+    if any(last == part or last.endswith(f"_{part}") for part in FALLING):
         return -1
     return 0
 
 
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the training metric that best shows how well a run is doing, or None.
+    """Return the headline metric: the training metric that best shows the quality of the model.
 
     A run's reward is preferred to all other metrics. Without a reward, the accuracy is preferred to
     the loss for reward models and DPO, and the loss to the accuracy for other algorithms. Returns
     None if the run has none of these metrics.
     """
-    known = [name for name in names if not name.startswith(NOT_TRAINING)]
-    lasts = [get_last_part(name) for name in known]
-    judged = JUDGED.get(algorithm or "")
+    training_names = [name for name in names if not name.startswith(NOT_TRAINING)]
+    last_parts = [get_last_part(name) for name in training_names]
+    accuracy = ACCURACY_HEADLINES.get(algorithm or "")
     if algorithm is None:
-        judged = next((MARKS_OF_JUDGES[last] for last in lasts if last in MARKS_OF_JUDGES), None)
-    if judged is None:
-        wanted: tuple[str, ...] = HEADLINES
+        accuracy = next(
+            (ACCURACY_MARKERS[last] for last in last_parts if last in ACCURACY_MARKERS), None
+        )
+    if accuracy is None:
+        headlines: tuple[str, ...] = HEADLINES
     else:
-        wanted = (HEADLINES[0], judged, *HEADLINES[1:])
-    return next((known[lasts.index(word)] for word in wanted if word in lasts), None)
+        headlines = (HEADLINES[0], accuracy, *HEADLINES[1:])
+    return next(
+        (training_names[last_parts.index(last)] for last in headlines if last in last_parts), None
+    )
 
 
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
@@ -142,13 +146,13 @@ def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     or loss is returned, in this order of preference. Returns None if `names` contains none of
     these.
     """
-    known = set(names)
-    own = () if name is None else (name.partition("/")[2], get_last_part(name))
+    known_names = set(names)
+    matching = () if name is None else (name.partition("/")[2], get_last_part(name))
     return next(
         (
-            f"{EVAL}{word}"
-            for word in (*own, "reward", "accuracy", "loss")
-            if f"{EVAL}{word}" in known
+            f"{EVAL}{measure}"
+            for measure in (*matching, "reward", "accuracy", "loss")
+            if f"{EVAL}{measure}" in known_names
         ),
         None,
     )
@@ -160,19 +164,19 @@ def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | No
     This is the validation metric if the run has one, else the headline metric. Returns None if the
     run has neither.
     """
-    known = list(names)
-    name = find_headline(known, algorithm)
-    return find_evaluation(name, known) or name
+    all_names = list(names)
+    name = find_headline(all_names, algorithm)
+    return find_evaluation(name, all_names) or name
 
 
 def compute_rank(name: str) -> tuple[int, int]:
     """Return a sort key that puts informative metrics first, and evaluation before training."""
     last = get_last_part(name)
-    if last in TELLING and not name.startswith(ABOUT_MACHINE):
-        place = TELLING.index(last)
+    if last in INFORMATIVE and not name.startswith(ABOUT_MACHINE):
+        position = INFORMATIVE.index(last)
     else:
-        place = len(TELLING)
-    return place, 0 if name.startswith(EVAL) else 1
+        position = len(INFORMATIVE)
+    return position, 0 if name.startswith(EVAL) else 1
 
 
 def find_title(name: str) -> str:
@@ -225,18 +229,18 @@ def format_number(value: float | None) -> str:
         return "–"
     if value == 0:
         return "0"
-    size = abs(value)
-    if 10000 <= size < 1e15:
+    magnitude = abs(value)
+    if 10000 <= magnitude < 1e15:
         return f"{value:,.0f}"
-    if size < 1e-4 or size >= 1e15:
+    if magnitude < 1e-4 or magnitude >= 1e15:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    text = f"{value:,.{max(0, 3 - math.floor(math.log10(magnitude)))}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def format_three_digits(value: float) -> str:
-    """Format a number with three significant digits, and all digits of a large one: `2,807`."""
+    """Format a number with three significant digits; from 1,000 on as a whole number: `2,807`."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
@@ -244,25 +248,25 @@ def format_duration(seconds: float) -> str:
     """Format a duration, such as `12.3 s`, `4:05`, `1:02:03` or `2 d 3 h`."""
     if seconds < 60 or seconds >= 1e12:
         return f"{seconds:.1f} s" if seconds < 1e12 else f"{format_number(seconds)} s"
-    whole = round(seconds)
-    minutes = whole // 60
-    hours = whole // 3600
+    total_seconds = round(seconds)
+    minutes = total_seconds // 60
+    hours = total_seconds // 3600
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
     if hours:
-        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}"
+        return f"{hours}:{minutes % 60:02}:{total_seconds % 60:02}"
+    return f"{minutes}:{total_seconds % 60:02}"
 
 
 RUN = "run"
 SECONDS = "seconds by call"
 PAIRED = ("chosen", "rejected")
-BY_NODE = ("loss",)  # means something different for each node
+BY_NODE = ("loss",)  # measures with a different meaning for each node
 MAX = "_max"
-ALIKE = 1e-6  # relative tolerance for equal values, which may be summed in another order
+TOLERANCE = 1e-6  # relative, for equal values that were summed in different orders
 
 Values = tuple[Sequence[float], Sequence[float]]  # steps, values
-Series = Callable[[str], Values]
+Series = Callable[[str], Values]  # returns the series of a metric
 Scope = TypeVar("Scope")
 
 
@@ -288,18 +292,18 @@ class MetricGroup:
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts.
 
-    Each name is in exactly one chart, except for counters such as the step and for predicted values,
-    which are in no chart.
+    Each name is in exactly one chart, except for counters such as the step and for predicted
+    values, which are in no chart.
     """
     groups: dict[tuple[str, str], MetricGroup] = {}
-    known = frozenset(names)
+    all_names = frozenset(names)
     for name in names:
         if name in COUNTERS or name.startswith(PREDICTED):
             continue
-        node, measure = split_metric_name(name, known)
-        own = node if measure in BY_NODE else ""
-        groups.setdefault((own, measure), MetricGroup(measure)).add(node, name)
-    return _with_evaluation(groups)
+        node, measure = split_metric_name(name, all_names)
+        separate_node = node if measure in BY_NODE else ""
+        groups.setdefault((separate_node, measure), MetricGroup(measure)).add(node, name)
+    return _merge_evaluations(groups)
 
 
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
@@ -315,11 +319,11 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
     if not rest:
         return RUN, name
     if node == EVAL.rstrip("/"):
-        pieces = rest.split("/")
-        if pieces[-1] in PAIRED and len(pieces) > 1:
-            rest = "/".join(pieces[-2:])
+        parts = rest.split("/")
+        if parts[-1] in PAIRED and len(parts) > 1:
+            rest = "/".join(parts[-2:])
         else:
-            rest = pieces[-1]
+            rest = parts[-1]
     last = get_last_part(rest)
     if last in PAIRED:
         return node, rest.removesuffix(last) + "|".join(PAIRED)
@@ -328,11 +332,11 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
     return node, rest
 
 
-def _with_evaluation(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
+def _merge_evaluations(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
     """Merge charts of evaluation metrics into the training charts of the same measure.
 
-    Returns all charts that remain. Evaluation metrics without a matching training chart keep their
-    own chart.
+    Returns the remaining charts. Evaluation metrics without a matching training chart stay in a
+    separate chart.
     """
     evaluation = EVAL.rstrip("/")
     by_last: dict[str, list[MetricGroup]] = {}
@@ -341,12 +345,12 @@ def _with_evaluation(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricG
     for key, group in list(groups.items()):
         if group.nodes != [evaluation]:
             continue
-        alike = by_last[get_last_part(key[1])]
-        other = next((each for each in alike if each is not group), None)
+        same_measure = by_last[get_last_part(key[1])]
+        other = next((candidate for candidate in same_measure if candidate is not group), None)
         if other is not None:
             other.nodes += group.nodes
             other.names += group.names
-            alike[:] = (each for each in alike if each is not group)
+            same_measure[:] = (candidate for candidate in same_measure if candidate is not group)
             del groups[key]
     return list(groups.values())
 
@@ -366,15 +370,15 @@ def drop_repeats(
     earlier_lines = SeriesIndex[str]()  # lines of the charts so far, by node
     for group in ordered:
         names: list[str] = []
-        own = SeriesIndex[None]()  # lines of this chart
+        chart_lines = SeriesIndex[None]()  # lines of this chart
         for name in sorted(group.names, key=_compute_sort_key):
             values = series(name)
-            if own.find_equal(None, values) or (
+            if chart_lines.find_equal(None, values) or (
                 is_changing(values[1]) and earlier_lines.find_equal(find_node(name), values)
             ):
                 continue
             names.append(name)
-            own.add(None, values)
+            chart_lines.add(None, values)
         for name in names:
             earlier_lines.add(find_node(name), series(name))
         if names:
@@ -403,11 +407,11 @@ class SeriesIndex(Generic[Scope]):
 
     def find_equal(self, scope: Scope, values: Values) -> list[int]:
         """Return the `number` passed to `add` for each series in `scope` that equals `values`."""
-        near = (
-            [(sign, place + by) for by in (-1, 0, 1)]
-            for sign, place in map(_find_bin, _pick_probes(values))
+        neighbours = (
+            [(sign, bin_index + offset) for offset in (-1, 0, 1)]
+            for sign, bin_index in map(_find_bin, _pick_probes(values))
         )
-        keys = ((*_build_key(scope, values), *bins) for bins in itertools.product(*near))
+        keys = ((*_build_key(scope, values), *bins) for bins in itertools.product(*neighbours))
         equal: list[int] = []
         for key in keys:
             for other, number in self._series.get(key, ()):
@@ -436,7 +440,7 @@ def _find_bin(value: float) -> tuple[int, int]:
     """
     if value == 0:
         return (0, 0)
-    return (1 if value > 0 else -1, math.floor(math.log(abs(value)) / (2 * ALIKE)))
+    return (1 if value > 0 else -1, math.floor(math.log(abs(value)) / (2 * TOLERANCE)))
 
 
 def _compute_sort_key(name: str) -> tuple[bool, int]:
@@ -462,17 +466,20 @@ def is_changing(values: Sequence[float]) -> bool:
     return bool(values) and min(values) < max(values)
 
 
-def is_same_series(
-    one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
-) -> bool:
+def is_same_series(series: Values, other: Values) -> bool:
     """Return whether two series, each given as steps and values, are equal.
 
     Series are equal if they have the same number of steps, the same first and last step, and values
-    whose relative differences are at most `ALIKE`. Steps between the first and the last are not
+    whose relative differences are at most `TOLERANCE`. Steps between the first and the last are not
     compared.
     """
-    if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
+    steps, values = series
+    other_steps, other_values = other
+    if len(steps) != len(other_steps):
+        return False
+    if steps[:1] != other_steps[:1] or steps[-1:] != other_steps[-1:]:
         return False
     return all(
-        abs(a - b) <= ALIKE * max(abs(a), abs(b)) for a, b in zip(one[1], other[1], strict=True)
+        abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+        for a, b in zip(values, other_values, strict=True)
     )

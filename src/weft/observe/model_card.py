@@ -1,9 +1,9 @@
 """Model card of a checkpoint: its `README.md`, in the form of the Hugging Face hub.
 
-The card says what the model is, how to load it, from which data and options it was trained, and how
-the metrics developed. It is made from the run's files: `config.yaml`, `run.json` and
-`metrics.jsonl`. It has no times, hosts or folders, and no options that only say where a run works,
-so a run that was killed and resumed, or that used other devices, writes the same card.
+The card describes the model, its use, the data and options of its training, and the metrics over
+time. It is made from the run's files: `config.yaml`, `run.json` and `metrics.jsonl`. It contains no
+times, hosts or folders, and no options that only determine where a run works. A run that was killed
+and resumed, or that used other devices, therefore writes the same card.
 
 The last line is a checksum of the text. `weft push` completes a card with the results of
 evaluations, unless the checksum shows that the user has edited it.
@@ -33,8 +33,8 @@ from weft.observe.configuration import (
 from weft.observe.jsonl import CHECKPOINTS, STEP, read_config, read_json, read_rows
 from weft.observe.metrics import (
     EVAL,
+    INFORMATIVE,
     NOT_TRAINING,
-    TELLING,
     compute_rank,
     find_title,
     format_number,
@@ -47,24 +47,25 @@ from weft.redaction import mask_values
 from weft.writing import write
 
 README = "README.md"
-THIS_FOLDER = "PATH_OF_THIS_FOLDER"  # stands for the model in examples; replaced by `weft push`
+# Placeholder for the model's name in examples; `weft push` replaces it.
+THIS_FOLDER = "PATH_OF_THIS_FOLDER"
 ADAPTER_FOLDER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 LIBRARIES = ("weft", "torch", "transformers")  # versions that the card names
-CLOCKS = ("tokens_per_second",)  # depends on the machine
-MOST_CURVES = 14
-MOST_EVALUATIONS = 12  # rows of the validation table
-MOST_COLUMNS = 5  # metrics of the validation table
-MOST_OPTIONS = 80
-LONGEST_VALUE = 160  # characters of an option's value
-BINS = 24  # characters of a curve
+MACHINE_METRICS = ("tokens_per_second",)  # depend on the machine
+MAX_CURVES = 14
+MAX_EVALUATIONS = 12  # maximum rows of the validation table
+MAX_COLUMNS = 5  # maximum metrics of the validation table
+MAX_OPTIONS = 80
+MAX_VALUE_LENGTH = 160  # maximum characters of an option's value
+MAX_BARS = 24  # maximum characters of a curve
 BARS = "▁▂▃▄▅▆▇█"
-MARK = re.compile(r"<!-- written by weft, checksum ([0-9a-f]{16}) -->\n?\Z")
-FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+CHECKSUM_LINE = re.compile(r"<!-- written by weft, checksum ([0-9a-f]{16}) -->\n?\Z")
+FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 SUITE = "eval_suite"
-# Options that name a run, or say where and how it works, by their whole names or first parts.
+# First parts of options that name a run, or that do not change its result.
 UNRELATED = frozenset(
     (
         *("experiment_name", "trial_name", "fileroot", "mode", "env", "launch", "slurm", "search"),
@@ -74,7 +75,7 @@ UNRELATED = frozenset(
         *("eval_at_start", "eval_prompts", "eval_prompts_max_new_tokens", SUITE),
     )
 )
-# Last parts of options that place a role or a call on devices.
+# Last parts of the names of options that place a role or a call on devices.
 PLACEMENT = frozenset(("device_mesh", "layout", "pre_hooks", "post_hooks", "cache_dir"))
 ALGORITHMS = {
     "sft": "supervised fine-tuning",
@@ -92,8 +93,8 @@ class CardFacts:
     """Facts about a run at one step, from which the cards of its roles are made.
 
     `run` has the lines of metrics up to `step`. `options` are the options that determine the
-    result and differ from their defaults, with paths reduced to names; `defaults` has the defaults
-    of those whose default is known. `chosen` are the names of options whose values weft chose.
+    result and differ from their defaults, with paths reduced to names. `defaults` has the known
+    defaults of changed options. `chosen` has the names of options whose values weft chose.
     """
 
     run: RunFiles
@@ -104,7 +105,7 @@ class CardFacts:
 
     @classmethod
     def read(cls, directory: Path, step: int | None) -> CardFacts:
-        """Read the facts of the run in `directory`; files that are missing or damaged are left out."""
+        """Read the facts of the run in `directory`, ignoring missing or damaged files."""
         try:
             config = dict(mask_values(read_config(directory / CONFIG)))
         except ConfigError:
@@ -118,13 +119,13 @@ class CardFacts:
         changed = find_changed_options(run)
         if changed is None:
             changed = {name: (value, None) for name, value in flatten_options(config)}
-        place = _read_start_folder(record)
+        folder = _read_start_folder(record)
         options = {}
-        suite_decides = _needs_suite(config)
+        needs_suite = _needs_suite(config)
         for name, (value, _) in changed.items():
-            is_needed = suite_decides and name.split(".")[0] == SUITE
-            if (is_needed or _is_relevant(name)) and not is_unset(value):
-                options[name] = shorten_places(value, place)
+            is_suite_option = needs_suite and name.split(".")[0] == SUITE
+            if (is_suite_option or _is_relevant(name)) and not is_unset(value):
+                options[name] = shorten_places(value, folder)
         chosen = record.get("chosen")
         return cls(
             run,
@@ -136,7 +137,7 @@ class CardFacts:
 
     @property
     def folder(self) -> Path:
-        """Folder in which the run was started first; relative paths of its options start there."""
+        """Folder in which the run was first started; paths in its options are relative to it."""
         return _read_start_folder(self.run.record)
 
     def find_base(self, role: str) -> str | None:
@@ -156,13 +157,14 @@ def _read_start_folder(record: Mapping[str, Any]) -> Path:
 
 
 def _needs_suite(config: Mapping[str, Any]) -> bool:
-    """Return whether `save_best` names a metric of `eval_suite`, without which it is refused."""
+    """Return whether `save_best` names a metric of `eval_suite`, so that the run needs both."""
     suite, metric = config.get(SUITE), config.get("save_best")
     has_tasks = isinstance(suite, Mapping) and bool(suite.get("tasks"))
     return has_tasks and isinstance(metric, str) and metric.startswith(EVAL)
 
 
 def _is_relevant(option: str) -> bool:
+    """Return whether an option can affect the trained model."""
     return option.split(".")[0] not in UNRELATED and option.rsplit(".", 1)[-1] not in PLACEMENT
 
 
@@ -182,15 +184,15 @@ def read_card(checkpoint: Path) -> str | None:
 
 
 def find_facts(checkpoint: Path) -> tuple[CardFacts, str]:
-    """Return the facts and the role of a checkpoint, from the run whose folder contains it.
+    """Return the facts and the role of a checkpoint, read from its run.
 
-    The role is "" and the facts are empty for a folder that is not a checkpoint of a run.
+    The facts are empty and the role is "" for a folder that is not a checkpoint of a run.
     """
-    place = checkpoint.absolute()
-    match = STEP.fullmatch(place.name)
-    if match is None or place.parent.parent.name != CHECKPOINTS:
-        return CardFacts(RunFiles(directory=place), None), ""
-    return CardFacts.read(place.parent.parent.parent, int(match[1])), place.parent.name
+    path = checkpoint.absolute()
+    match = STEP.fullmatch(path.name)
+    if match is None or path.parent.parent.name != CHECKPOINTS:
+        return CardFacts(RunFiles(directory=path), None), ""
+    return CardFacts.read(path.parent.parent.parent, int(match[1])), path.parent.name
 
 
 def name_model(directory: Path) -> str:
@@ -204,8 +206,8 @@ def append_checksum(text: str) -> str:
 
 
 def strip_checksum(text: str) -> str | None:
-    """Return a card without its checksum, or None if weft did not write it or it was edited."""
-    match = MARK.search(text)
+    """Return a card without its checksum, or None if it was edited or not written by weft."""
+    match = CHECKSUM_LINE.search(text)
     if match is None:
         return None
     body = text[: match.start()].removesuffix("\n")
@@ -217,8 +219,8 @@ def _compute_checksum(text: str) -> str:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """Return the metadata at the top of a card; an empty dict if it has none that can be read."""
-    match = FRONT.match(text)
+    """Return the metadata at the top of a card; an empty dict if they are missing or invalid."""
+    match = FRONT_MATTER.match(text)
     try:
         values = yaml.safe_load(match[1]) if match is not None else None
     except yaml.YAMLError:
@@ -226,13 +228,14 @@ def read_front_matter(text: str) -> dict[str, Any]:
     return dict(values) if isinstance(values, dict) else {}
 
 
-# -- the model that another one is derived from
+# -- the base model
 
 
 def find_hub_base(base: str | None, folder: Path) -> tuple[str | None, str | None]:
-    """Return (hub name, license) of the model that a model path is derived from; None if unknown.
+    """Return (hub name, license) of a base model, each None if unknown.
 
-    For a folder of this machine, both are read from its own card.
+    `base` is the hub name or the path of the model. For a path, both are read from the model's
+    card. `folder` is the folder to which the path is relative.
     """
     if base is None:
         return None, None
@@ -242,9 +245,12 @@ def find_hub_base(base: str | None, folder: Path) -> tuple[str | None, str | Non
         card = read_card(folder / Path(base).expanduser())
     except (OSError, ValueError):
         card = None
-    known = read_front_matter(card or "")
-    name, terms = known.get("base_model"), known.get("license")
-    return (name if isinstance(name, str) else None, terms if isinstance(terms, str) else None)
+    metadata = read_front_matter(card or "")
+    name, license_name = metadata.get("base_model"), metadata.get("license")
+    return (
+        name if isinstance(name, str) else None,
+        license_name if isinstance(license_name, str) else None,
+    )
 
 
 # -- the card
@@ -274,14 +280,14 @@ def build_card(checkpoint: Path, facts: CardFacts, role: str) -> str:
 
 def build_metadata(checkpoint: Path, facts: CardFacts, role: str) -> dict[str, Any]:
     """Return the metadata of a card: the fields that the hub reads."""
-    base, terms = find_hub_base(facts.find_base(role), facts.folder)
+    base, license_name = find_hub_base(facts.find_base(role), facts.folder)
     architecture = find_architecture(checkpoint)
     algorithm = find_algorithm(facts.run)
     metadata: dict[str, Any] = {}
     if base is not None:
         metadata["base_model"] = base
-    if terms is not None:
-        metadata["license"] = terms
+    if license_name is not None:
+        metadata["license"] = license_name
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     metadata["library_name"] = "peft" if is_adapter else "transformers"
     if architecture.endswith("ForCausalLM"):
@@ -310,6 +316,7 @@ def _format_front_matter(metadata: Mapping[str, Any]) -> str:
 
 
 def _describe_model(checkpoint: Path, facts: CardFacts, role: str) -> Iterator[str]:
+    """Yield the title and a table of the model's properties."""
     architecture = find_architecture(checkpoint)
     algorithm = find_algorithm(facts.run)
     kind = "Model"
@@ -321,8 +328,8 @@ def _describe_model(checkpoint: Path, facts: CardFacts, role: str) -> Iterator[s
         yield f"# {checkpoint.absolute().name}\n\n{kind}."
         return
     yield f"# {'/'.join(facts.run.title)}, step {facts.step}\n"
-    how = ALGORITHMS.get(algorithm or "", algorithm or "an experiment of its own")
-    yield f"{kind} trained with weft by {how}.\n"
+    method = ALGORITHMS.get(algorithm or "", algorithm or "an experiment of its own")
+    yield f"{kind} trained with weft by {method}.\n"
     base = facts.find_base(role)
     rows = [("role", role), ("training steps", str(facts.step))]
     if architecture:
@@ -340,16 +347,16 @@ def _describe_model(checkpoint: Path, facts: CardFacts, role: str) -> Iterator[s
 def _read_versions(record: Mapping[str, Any]) -> str:
     starts = record.get("starts")
     first = starts[0] if isinstance(starts, list) and starts else None
-    known = first.get("versions") if isinstance(first, Mapping) else None
-    if not isinstance(known, Mapping):
+    versions = first.get("versions") if isinstance(first, Mapping) else None
+    if not isinstance(versions, Mapping):
         return ""
-    return ", ".join(f"{name} {known[name]}" for name in LIBRARIES if name in known)
+    return ", ".join(f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
 
 
 def describe_use(checkpoint: Path, name: str) -> Iterator[str]:
-    """Yield the section that shows how to load the model; `name` stands for it in the examples.
+    """Yield the section that shows how to load the model; `name` is its name in the examples.
 
-    Yields nothing for a model of an unknown kind.
+    Yields nothing if the model's architecture is unknown.
     """
     architecture = find_architecture(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
@@ -392,19 +399,20 @@ def _list_sources(facts: CardFacts) -> list[dict[str, Any]]:
     if path:
         sources.append({"path": path, "type": data.get("type")})
     for key in ("sources", "named"):
-        listed = data.get(key)
-        for each in listed if isinstance(listed, list) else []:
-            if isinstance(each, Mapping) and len(each) == 1 and key == "named":
-                name, more = next(iter(each.items()))
-                sources.append({"named": name, **(more if isinstance(more, Mapping) else {})})
-            elif isinstance(each, Mapping):
-                sources.append(dict(each))
+        entries = data.get(key)
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, Mapping) and len(entry) == 1 and key == "named":
+                name, options = next(iter(entry.items()))
+                sources.append({"named": name, **(options if isinstance(options, Mapping) else {})})
+            elif isinstance(entry, Mapping):
+                sources.append(dict(entry))
             else:
-                sources.append({key if key == "named" else "path": each})
+                sources.append({key if key == "named" else "path": entry})
     return sources
 
 
 def _describe_data(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the training and validation rows."""
     rows = []
     for source in _list_sources(facts):
         name = source.get("path") or source.get("named") or source.get("name")
@@ -424,16 +432,16 @@ def _describe_data(facts: CardFacts) -> Iterator[str]:
 
 
 def _describe_command(facts: CardFacts) -> Iterator[str]:
-    """Yield the command that trains the model again, if the run is that of a quickstart."""
+    """Yield the command that trains the model again, if the run used a quickstart."""
     algorithm = find_algorithm(facts.run)
     if not algorithm:
         return
     experiment, trial = facts.run.title
-    words = [f"experiment_name={experiment}", f"trial_name={trial}"]
+    overrides = [f"experiment_name={experiment}", f"trial_name={trial}"]
     for name, value in facts.options.items():
         if name not in facts.chosen:
-            words.append(f"{name}={format_override(value)}")
-    lines = [f"weft quickstart {shlex.quote(algorithm)}", *map(shlex.quote, words)]
+            overrides.append(f"{name}={format_override(value)}")
+    lines = [f"weft quickstart {shlex.quote(algorithm)}", *map(shlex.quote, overrides)]
     yield "## Command\n"
     yield "```bash\n" + " \\\n  ".join(lines) + "\n```\n"
     yield (
@@ -449,7 +457,7 @@ def format_override(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_format_item(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_item(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_format_item, value)) + "]"
     return str(value)
@@ -463,10 +471,11 @@ def _format_item(value: Any) -> str:
 
 
 def _describe_options(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the options that differ from their defaults."""
     rows = []
     for name, value in facts.options.items():
-        text = shorten(format_value(value), LONGEST_VALUE)
-        default = shorten(format_value(facts.defaults.get(name)), LONGEST_VALUE)
+        text = shorten(format_value(value), MAX_VALUE_LENGTH)
+        default = shorten(format_value(facts.defaults.get(name)), MAX_VALUE_LENGTH)
         if name in facts.chosen:
             default = "chosen by weft"
         elif name not in facts.defaults:
@@ -475,19 +484,24 @@ def _describe_options(facts: CardFacts) -> Iterator[str]:
     if not rows:
         return
     yield "## Options\n"
-    yield _format_table(("option", "value", "default"), rows[:MOST_OPTIONS])
-    if len(rows) > MOST_OPTIONS:
-        yield f"{len(rows) - MOST_OPTIONS} more options are set.\n"
+    yield _format_table(("option", "value", "default"), rows[:MAX_OPTIONS])
+    if len(rows) > MAX_OPTIONS:
+        yield f"{len(rows) - MAX_OPTIONS} more options are set.\n"
 
 
 # -- metrics
 
 
 def _describe_curves(facts: CardFacts) -> Iterator[str]:
+    """Yield a table of the training metrics, each with its curve."""
     names = []
     for name in facts.run.metric_names:
         last = get_last_part(name)
-        if last in TELLING and last not in CLOCKS and not name.startswith(NOT_TRAINING):
+        if (
+            last in INFORMATIVE
+            and last not in MACHINE_METRICS
+            and not name.startswith(NOT_TRAINING)
+        ):
             names.append(name)
     rows = []
     for name in _drop_repeats(facts.run, sorted(names, key=compute_rank)):
@@ -499,33 +513,34 @@ def _describe_curves(facts: CardFacts) -> Iterator[str]:
         yield "## Training\n"
         yield f"Metrics of steps {facts.run.lines[0]['step']} to {last_step}.\n"
         head = ("metric", "curve", "first", "lowest", "highest", "last")
-        yield _format_table(head, rows[:MOST_CURVES])
+        yield _format_table(head, rows[:MAX_CURVES])
 
 
 def _drop_repeats(run: RunFiles, names: Sequence[str]) -> list[str]:
-    """Return the names without those whose metric has the title and values of an earlier one."""
-    first = dict[tuple[str, tuple[float, ...]], str]()
+    """Return the names without metrics whose last part and values equal those of an earlier one."""
+    first_names = dict[tuple[str, tuple[float, ...]], str]()
     for name in names:
         _, values = run.get_series(name)
-        first.setdefault((get_last_part(name), tuple(values)), name)
-    return list(first.values())
+        first_names.setdefault((get_last_part(name), tuple(values)), name)
+    return list(first_names.values())
 
 
 def draw_curve(values: Sequence[float]) -> str:
-    """Draw a series as a line of bars of eight heights, at most `BINS` characters wide.
+    """Draw a series as a line of at most `MAX_BARS` characters, which are bars of eight heights.
 
-    Each bar is the mean of as many values. The height is relative to the lowest and highest mean.
+    Each bar is the mean of a segment of the series. Segments have nearly the same length. The
+    heights are relative to the lowest and highest mean.
     """
-    count = min(BINS, len(values))
+    count = min(MAX_BARS, len(values))
     means = []
     for index in range(count):
-        part = values[index * len(values) // count : (index + 1) * len(values) // count]
-        means.append(sum(part) / len(part))
+        segment = values[index * len(values) // count : (index + 1) * len(values) // count]
+        means.append(sum(segment) / len(segment))
     low, high = min(means), max(means)
     if high == low:
         return BARS[3] * count
-    top = len(BARS) - 1
-    return "".join(BARS[round((mean - low) / (high - low) * top)] for mean in means)
+    max_height = len(BARS) - 1
+    return "".join(BARS[round((mean - low) / (high - low) * max_height)] for mean in means)
 
 
 def _describe_evaluations(facts: CardFacts) -> Iterator[str]:
@@ -533,10 +548,10 @@ def _describe_evaluations(facts: CardFacts) -> Iterator[str]:
     names = []
     for name in facts.run.metric_names:
         last = get_last_part(name)
-        if name.startswith(EVAL) and last in TELLING and last not in CLOCKS:
+        if name.startswith(EVAL) and last in INFORMATIVE and last not in MACHINE_METRICS:
             names.append(name)
     names.sort(key=lambda name: (name.count("/"), compute_rank(name)))
-    names = _drop_repeats(facts.run, names)[:MOST_COLUMNS]
+    names = _drop_repeats(facts.run, names)[:MAX_COLUMNS]
     rows = []
     for line in facts.run.lines:
         if any(line.get(name) is not None for name in names):
@@ -544,9 +559,9 @@ def _describe_evaluations(facts: CardFacts) -> Iterator[str]:
             rows.append((str(line["step"]), *values))
     if not rows:
         return
-    if len(rows) > MOST_EVALUATIONS:
-        gap = (len(rows) - 1) / (MOST_EVALUATIONS - 1)
-        rows = [rows[round(index * gap)] for index in range(MOST_EVALUATIONS)]
+    if len(rows) > MAX_EVALUATIONS:
+        stride = (len(rows) - 1) / (MAX_EVALUATIONS - 1)
+        rows = [rows[round(index * stride)] for index in range(MAX_EVALUATIONS)]
     yield "## Validation\n"
     titles = [find_title(name).removeprefix("eval ") for name in names]
     heads = (

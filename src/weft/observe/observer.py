@@ -1,4 +1,4 @@
-"""Observer of a run, which writes the run's files and informs the terminal and the loggers."""
+"""Observer of a run: writes the run's files, and updates the terminal view and the loggers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunObserver:
     """Observer that records what happens in a run, without affecting the computation.
 
     It is not thread-safe: call its methods only from the thread that drives the run. `memory`
-    returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` for steps
-    without this metric.
+    returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` of steps
+    without this metric. Every `log_freq_steps` steps, a step is shown and sent to the loggers.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class RunObserver:
         self.directory = directory
         self._sinks = list(sinks)
         self.view = view or make_view("", progress=False)
-        self._every = log_freq_steps
-        self._memory = memory
+        self._log_freq_steps = log_freq_steps
+        self._measure_memory = memory
         self._metrics = StepFile(directory / METRICS)
         self._samples = StepFile(directory / SAMPLES)
         self.timeline = Timeline(directory / TIMELINE)
@@ -76,13 +76,13 @@ class RunObserver:
         start, or if the path of a file exists but is not a regular file.
         """
         # Check the files before a logger starts.
-        earlier = max(
+        last_logged_step = max(
             (int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row),
             default=0,
         )
         for name in (METRICS, SAMPLES):
             resolve_destination(run.directory / name)  # raises now instead of at the first step
-        run = replace(run, logged=earlier)
+        run = replace(run, last_logged_step=last_logged_step)
         view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(
             run.directory,
@@ -100,13 +100,13 @@ class RunObserver:
         """Print a warning if completed steps of this run have no readable line in metrics.jsonl."""
         starts = RunRecord.read(run.directory).starts
         # A run that started from another run's recovery point has no lines of the earlier steps.
-        before = starts[0].step if starts else 0
-        lost = self._metrics.find_missing(before + 1, run.resumed_step)
-        if lost:
+        start_step = starts[0].step if starts else 0
+        missing = self._metrics.find_missing(start_step + 1, run.resumed_step)
+        if missing:
             self.note(
-                f"warning: {METRICS} is damaged: no readable line for step {format_ranges(lost)} "
-                f"({len(lost)} of "
-                f"{run.resumed_step - before} steps). Training is not affected; reports lack "
+                f"warning: {METRICS} is damaged: no readable line for step {format_ranges(missing)} "
+                f"({len(missing)} of "
+                f"{run.resumed_step - start_step} steps). Training is not affected; reports lack "
                 f"these steps"
             )
 
@@ -115,18 +115,12 @@ class RunObserver:
 
         `done` counts the steps that earlier processes of the run have completed.
         """
+        earlier_rows = []
         if done:
-            earlier = []
             for row in read_rows(self.directory / METRICS):
                 if is_finite(row.get("step")):
-                    earlier.append(row)
-        else:
-            earlier = []
-        self.view.expect(
-            total_steps,
-            done,
-            [{name: value for name, value in row.items() if is_finite(value)} for row in earlier],
-        )
+                    earlier_rows.append(_select_finite(row))
+        self.view.expect(total_steps, done, earlier_rows)
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record the metrics of a completed step and return the line written to metrics.jsonl.
@@ -134,15 +128,12 @@ class RunObserver:
         `metrics` must include `step`.
         """
         line = dict(metrics)
-        line.setdefault("peak_memory_gb", round(self._memory(), 4))
+        line.setdefault("peak_memory_gb", round(self._measure_memory(), 4))
         with self._explain_write_errors(METRICS):
             self._metrics.append(line)
-        numbers = {}
-        for name, value in line.items():
-            if is_finite(value):
-                numbers[name] = float(value)
+        numbers = _select_finite(line)
         step = int(line["step"])
-        is_shown = step % self._every == 0
+        is_shown = step % self._log_freq_steps == 0
         for text in self.view.record_step(numbers, is_shown=is_shown):
             self.log(text)
         if is_shown:
@@ -157,12 +148,8 @@ class RunObserver:
         """
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
-        numbers = {}
-        for name, value in metrics.items():
-            if is_finite(value):
-                numbers[name] = float(value)
         for sink in self._sinks:
-            sink.log(step, numbers)
+            sink.log(step, _select_finite(metrics))
 
     def record_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record samples of a step in samples.jsonl, and show them in the terminal and the loggers.
@@ -174,12 +161,12 @@ class RunObserver:
         with self._explain_write_errors(SAMPLES):
             for row in rows:
                 self._samples.append({"step": step, **row})
-        written = [row for row in rows if not is_dataset_row(row)]
-        if written:
-            self.view.show_sample(step, written[0])
-        if written and step % self._every == 0:
+        model_samples = [row for row in rows if not is_dataset_row(row)]
+        if model_samples:
+            self.view.show_sample(step, model_samples[0])
+        if model_samples and step % self._log_freq_steps == 0:
             for sink in self._sinks:
-                sink.log_samples(step, written)
+                sink.log_samples(step, model_samples)
 
     @contextmanager
     def time_span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
@@ -207,10 +194,13 @@ class RunObserver:
         If nothing was predicted, the reason is logged, and shown with `verbose`.
         """
         if prediction.reason:
-            why = f"the duration of a step is not predicted: {prediction.reason}"
-            (self.note if verbose else self.log)(why)
-        elif line := format_end_line(read_rows(self.directory / METRICS), prediction):
-            self.note(line)
+            line = f"the duration of a step is not predicted: {prediction.reason}"
+            if verbose:
+                self.note(line)
+            else:
+                self.log(line)
+        elif summary := format_end_line(read_rows(self.directory / METRICS), prediction):
+            self.note(summary)
 
     def truncate(self, step: int) -> None:
         """Remove the lines of steps after `step` from metrics.jsonl and samples.jsonl.
@@ -225,7 +215,7 @@ class RunObserver:
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
         """Close the view and the loggers, and print the run's summary, its diagnosis and `last`.
 
-        `status` is the outcome of the run, and `last` are additional lines. A second call does
+        `status` is the outcome of the run, and `last` has additional lines. A second call does
         nothing.
         """
         if self._closed:
@@ -235,7 +225,7 @@ class RunObserver:
         algorithm = str(read_json(self.directory / RECORD).get("algorithm") or "") or None
         diagnosis = diagnose(self.directory, algorithm) if status in OUTCOMES else None
         for line in self.view.close(
-            status, flagged=diagnosis is not None and not diagnosis.is_sound
+            status, is_flagged=diagnosis is not None and not diagnosis.is_sound
         ):
             self.log(line)
         for line in [*([] if diagnosis is None else [f"check: {diagnosis.summary}"]), *last]:
@@ -250,11 +240,17 @@ class RunObserver:
 
     @contextmanager
     def _explain_write_errors(self, file: str) -> Iterator[None]:
+        """Raise `RunError` if `file` of the run's directory cannot be written in the body."""
         try:
             yield
-        except UserError as error:  # the path is taken by something that is not a file
+        except UserError as error:  # the path exists but is not a regular file
             raise RunError(f"{file} cannot be written: {error}") from error
         except OSError as error:
             raise RunError(
                 f"{self.directory / file} cannot be written: {error.strerror or error}"
             ) from error
+
+
+def _select_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics as floats."""
+    return {name: float(value) for name, value in metrics.items() if is_finite(value)}

@@ -1,4 +1,4 @@
-"""Progress of a run as text, and statistics of noisy metrics: whether a change is significant."""
+"""Progress of a run as text, and statistics of noisy metrics: means, changes and their noise."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from weft.observe.metrics import (
     get_last_part,
 )
 
-TENTH = 10  # the end of a curve is its last 1 / TENTH
-EDGE = 5  # minimum steps of an end, in a curve of at least three times as many
-LEAST = 8  # minimum values from which noise is estimated
+END_DIVISOR = 10  # the end of a curve is the last 1 / END_DIVISOR of its values
+MIN_END_STEPS = 5  # minimum steps of an end, if the curve has at least three times as many
+MIN_VALUES = 8  # minimum values from which noise is estimated
 ROUNDING = 1e-6  # relative; smaller noise is due to rounding
-# Minimum blocks of a curve for comparing blocks, and the number of last blocks compared.
-BLOCKS = 10
-LATER = 6
-# Lag-1 autocorrelation of a shorter curve: estimated from the residuals of its last part if the
-# curve has at least ESTIMATED values, else ASSUMED.
-ESTIMATED = 16
-LATER_PART = 2 / 3
-ASSUMED = 0.3
-MOST_DEPENDENT = 0.9
-START_METRICS = 3  # evaluation metrics shown before the first step
+# The noise of a curve with at least MIN_BLOCKS blocks is estimated from the last NUM_LAST_BLOCKS.
+MIN_BLOCKS = 10
+NUM_LAST_BLOCKS = 6
+# Lag-1 autocorrelation of a shorter curve: estimated from the residuals of its last LAST_FRACTION
+# if the curve has at least MIN_ESTIMATED values, else ASSUMED_CORRELATION.
+MIN_ESTIMATED = 16
+LAST_FRACTION = 2 / 3
+ASSUMED_CORRELATION = 0.3
+MAX_CORRELATION = 0.9
+MAX_START_METRICS = 3  # maximum metrics shown of the evaluation before the first step
 SHARES = ("accuracy", "accuracies")  # evaluation metrics that are shares of the rows
 
 
@@ -54,7 +54,7 @@ class MetricChange:
 
     @property
     def delta(self) -> float:
-        """Mean of the last steps minus mean of the first steps."""
+        """Mean of the last steps minus the mean of the first steps."""
         return self.last - self.first
 
     @property
@@ -83,7 +83,7 @@ def format_noise(noise: float) -> str:
 
 def count_last(count: int) -> int:
     """Return the number of values to average at the end of a curve with `count` values."""
-    return max(1, count // TENTH, min(EDGE, count // 3))
+    return max(1, count // END_DIVISOR, min(MIN_END_STEPS, count // 3))
 
 
 def count_first(count: int) -> int:
@@ -91,7 +91,7 @@ def count_first(count: int) -> int:
 
     The number is small, because curves are steep at the start.
     """
-    return max(1, min(EDGE, count // 3))
+    return max(1, min(MIN_END_STEPS, count // 3))
 
 
 def compute_mean(values: Sequence[float]) -> float:
@@ -116,12 +116,12 @@ def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
     width = count_last(len(values))
     total = sum(values[:width])
     means = [total / width]
-    for place in range(width, len(values)):
-        total += values[place] - values[place - width]
+    for index in range(width, len(values)):
+        total += values[index] - values[index - width]
         means.append(total / width)
-    chosen = min(means) if get_direction(name) < 0 else max(means)
-    place = means.index(chosen)
-    return compute_mean(values[place : place + width]), place + width - 1
+    best = min(means) if get_direction(name) < 0 else max(means)
+    index = means.index(best)
+    return compute_mean(values[index : index + width]), index + width - 1
 
 
 def compute_change(
@@ -135,28 +135,32 @@ def compute_change(
     accuracy. The noise of such a metric is at least its sampling error, which depends on `rows`,
     because repeated evaluations of the same rows do not reduce this error.
     """
-    few = count_first(len(values))
-    many = count_last(len(values))
-    first = compute_mean(values[:few])
-    last = compute_mean(values[-many:])
-    ends = [compute_sampling_noise(name, value, rows or 0) for value in (first, last)]
-    sampled = compute_difference_noise(ends)
-    if len(values) < LEAST:
-        return MetricChange(first, last, sampled)
+    num_first = count_first(len(values))
+    num_last = count_last(len(values))
+    first = compute_mean(values[:num_first])
+    last = compute_mean(values[-num_last:])
+    sampling_noises = [compute_sampling_noise(name, value, rows or 0) for value in (first, last)]
+    sampling_noise = compute_difference_noise(sampling_noises)
+    if len(values) < MIN_VALUES:
+        return MetricChange(first, last, sampling_noise)
     noise = _estimate_noise(values)
-    estimated = max(noise.compute_for_means(few, many), noise.of_end * math.sqrt(1 + many / few))
-    return MetricChange(first, last, max(estimated, sampled or 0.0))
+    estimated = max(
+        noise.compute_for_means(num_first, num_last),
+        noise.end_mean * math.sqrt(1 + num_last / num_first),
+    )
+    return MetricChange(first, last, max(estimated, sampling_noise or 0.0))
 
 
 def compute_end_noise(values: Sequence[float]) -> float | None:
     """Return the noise of the result of `compute_end_mean`, as the half-width of a 95% interval.
 
-    Returns None for fewer than `LEAST` values. The steep beginning of the curve is not used.
+    Returns None for fewer than `MIN_VALUES` values. The steep beginning of the curve is not used.
     """
-    if len(values) < LEAST:
+    if len(values) < MIN_VALUES:
         return None
-    late = _estimate_noise(values[-max(LEAST, len(values) // 2) :])
-    return max(late.compute_for_means(count_last(len(values))), _estimate_noise(values).of_end)
+    last_half = values[-max(MIN_VALUES, len(values) // 2) :]
+    noise = _estimate_noise(last_half).compute_for_means(count_last(len(values)))
+    return max(noise, _estimate_noise(values).end_mean)
 
 
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
@@ -185,7 +189,7 @@ def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
     has the noise of each curve. All noises are half-widths of 95% confidence intervals. Returns
     None if the noise of any curve is unknown.
     """
-    known = sorted(each for each in noises if each is not None)
+    known = sorted(noise for noise in noises if noise is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
 
@@ -195,14 +199,15 @@ class CurveNoise:
 
     Attributes:
         single: half-width of the 95% confidence interval for a single value
-        dependence: correlation between the noise of neighbouring values
-        of_end: half-width of the 95% confidence interval for the mean at the curve's end, including
-            noise that lasts for several steps; 0 if the curve is too short to estimate such noise
+        correlation: lag-1 autocorrelation of the noise
+        end_mean: half-width of the 95% confidence interval for the mean at the end of the curve,
+            including noise that lasts for several steps; 0 if the curve is too short to estimate
+            such noise
     """
 
     single: float
-    dependence: float
-    of_end: float
+    correlation: float
+    end_mean: float
 
     def compute_for_means(self, *counts: int) -> float:
         """Return the half-width of the confidence interval for the mean of `counts[0]` values.
@@ -218,7 +223,7 @@ class CurveNoise:
         The noise is assumed to be an AR(1) process.
         """
         return (
-            1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
+            1 + 2 * sum((1 - lag / count) * self.correlation**lag for lag in range(1, count))
         ) / count
 
 
@@ -233,77 +238,90 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 
     A long curve is divided into blocks, each as long as the curve's end (see `count_last`). The
     noise at the end is the scatter of the block means around the straight line that fits them best.
-    Only the last `LATER` = 6 blocks are used, because a curve is steep at its start.
+    Only the last `NUM_LAST_BLOCKS` = 6 blocks are used, because a curve is steep at its start.
 
     The result has the half-widths of 95% confidence intervals. Each is a standard deviation
     multiplied by a quantile of Student's t distribution.
     """
     count = len(values)
-    many = count_last(len(values))
-    bent = []
+    block_size = count_last(len(values))
+    third_differences = []
     for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False):
-        bent.append(a - 3 * b + 3 * c - d)
-    variance = compute_mean([each * each for each in bent]) / 20
-    freedom = max(1.0, (count - 3) * 2 // 5)  # fewer, since neighbouring differences overlap
+        third_differences.append(a - 3 * b + 3 * c - d)
+    variance = compute_mean([difference * difference for difference in third_differences]) / 20
+    # Fewer than the number of differences, since neighbouring differences overlap.
+    degrees_of_freedom = max(1.0, (count - 3) * 2 // 5)
     # A long curve: the scatter of blocks includes noise that lasts several steps.
-    blocks = [compute_mean(values[at : at + many]) for at in range(count % many, count, many)]
-    if many > 1 and len(blocks) >= BLOCKS:
-        of_end = _approximate_student(LATER - 2) * math.sqrt(
-            _compute_line_variance(blocks[-LATER:])
+    blocks = [
+        compute_mean(values[start : start + block_size])
+        for start in range(count % block_size, count, block_size)
+    ]
+    if block_size > 1 and len(blocks) >= MIN_BLOCKS:
+        end_mean = _approximate_student(NUM_LAST_BLOCKS - 2) * math.sqrt(
+            _compute_line_variance(blocks[-NUM_LAST_BLOCKS:])
         )
-        return CurveNoise(_approximate_student(freedom) * math.sqrt(variance), 0.0, of_end)
-    # A short curve: correct the variance for noise correlated between neighbouring steps.
-    r = ASSUMED
-    if count >= ESTIMATED:
-        r = _compute_autocorrelation(values[-int(count * LATER_PART) :])
-        freedom = max(1.0, freedom * (1 - r) / (1 + r))  # effective number if correlated
+        return CurveNoise(
+            _approximate_student(degrees_of_freedom) * math.sqrt(variance), 0.0, end_mean
+        )
+    # A short curve: correct the variance for the lag-1 autocorrelation r of the noise.
+    r = ASSUMED_CORRELATION
+    if count >= MIN_ESTIMATED:
+        r = _compute_autocorrelation(values[-int(count * LAST_FRACTION) :])
+        degrees_of_freedom = max(
+            1.0, degrees_of_freedom * (1 - r) / (1 + r)
+        )  # effective number if correlated
     # Divide by the share of AR(1) noise that third differences retain.
     variance /= (20 - 30 * r + 12 * r**2 - 2 * r**3) / 20
-    return CurveNoise(_approximate_student(freedom) * math.sqrt(variance), r, 0.0)
+    return CurveNoise(_approximate_student(degrees_of_freedom) * math.sqrt(variance), r, 0.0)
 
 
 def _compute_autocorrelation(values: Sequence[float]) -> float:
-    """Return the lag-1 autocorrelation of the residuals of a linear fit, in [0, `MOST_DEPENDENT`].
+    """Return the lag-1 autocorrelation of the residuals of a linear fit, in [0, `MAX_CORRELATION`].
 
     For n values, the fit makes the estimate of the correlation r too low by (2 + 4 r) / n on
     average. The result is corrected for this bias.
     """
-    rest = _compute_residuals(values)
-    spread = sum(each * each for each in rest)
-    if spread == 0:
+    residuals = _compute_residuals(values)
+    total = sum(residual * residual for residual in residuals)
+    if total == 0:
         return 0.0
-    raw = sum(a * b for a, b in itertools.pairwise(rest)) / spread
+    biased = sum(a * b for a, b in itertools.pairwise(residuals)) / total
     count = len(values)
-    return min(MOST_DEPENDENT, max(0.0, (raw + 2 / count) / (1 - 4 / count)))
+    return min(MAX_CORRELATION, max(0.0, (biased + 2 / count) / (1 - 4 / count)))
 
 
 def _compute_line_variance(values: Sequence[float]) -> float:
     """Return the variance of the values around the straight line that fits them best."""
-    return sum(each * each for each in _compute_residuals(values)) / (len(values) - 2)
+    return sum(residual * residual for residual in _compute_residuals(values)) / (len(values) - 2)
 
 
 def _compute_residuals(values: Sequence[float]) -> list[float]:
     """Return the differences between the values and the straight line that fits them best."""
     count = len(values)
     middle = (count - 1) / 2
-    level = compute_mean(values)
+    mean = compute_mean(values)
     slope = sum((x - middle) * y for x, y in enumerate(values)) / sum(
         (x - middle) ** 2 for x in range(count)
     )
-    return [y - level - slope * (x - middle) for x, y in enumerate(values)]
+    return [y - mean - slope * (x - middle) for x, y in enumerate(values)]
 
 
-def _approximate_student(freedom: float) -> float:
-    """Approximate the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
+def _approximate_student(degrees_of_freedom: float) -> float:
+    """Approximate the 97.5% quantile of Student's t distribution.
 
     Uses a Cornish-Fisher expansion, which is accurate to 1% for at least 3 degrees of freedom.
     """
-    return 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
+    return (
+        1.96
+        + 2.372 / degrees_of_freedom
+        + 2.823 / degrees_of_freedom**2
+        + 2.556 / degrees_of_freedom**3
+    )
 
 
 RECENT = 50  # number of last steps from which the remaining time is estimated
 BARS = "▁▂▃▄▅▆▇█"
-BESIDE = (
+OTHER_METRICS = (
     "kl",
     "kl_exact",
     "accuracy",
@@ -334,12 +352,12 @@ class RunPace:
 
     def __post_init__(self) -> None:
         self.began = self.clock()
-        self._last = self.began
-        self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._since = 0  # number of steps done by earlier processes
-        self._rows: float | None = None  # number of validation rows
-        self._start: Mapping[str, float] = {}  # metrics before the first step
-        self._whole = True  # `values` start at the first step of the run
+        self._last_time = self.began
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
+        self._earlier_steps = 0  # steps done by earlier processes
+        self._num_rows: float | None = None  # number of validation rows
+        self._start_metrics: Mapping[str, float] = {}  # metrics before the first step
+        self._has_all_values = True  # `values` start at the first step of the run
 
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
@@ -349,38 +367,41 @@ class RunPace:
         `done` counts the steps that earlier processes of the run have completed, and `earlier` has
         the metric lines of these steps. Also starts the clock of the first step.
         """
-        self.total, self.done, self._since = total, done, done
-        self._whole = bool(earlier) or done == 0
+        self.total, self.done, self._earlier_steps = total, done, done
+        self._has_all_values = bool(earlier) or done == 0
         for line in earlier:
             self._record_values(line)
-        self._last = self.clock()
+        self._last_time = self.clock()
 
     def record_step(self, numbers: Mapping[str, float]) -> None:
         """Record the finite metrics of one step."""
         now = self.clock()
         if numbers["step"] > 0:  # step 0 is the evaluation before the first step
-            self._seconds.append(now - self._last)  # includes evaluation and saving between steps
-        self._last = now
+            self._step_seconds.append(
+                now - self._last_time
+            )  # includes evaluation and saving between steps
+        self._last_time = now
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)
         self.latest = numbers
         self._record_values(numbers)
 
     def _record_values(self, numbers: Mapping[str, float]) -> None:
-        if numbers["step"] == 0:  # which of its metrics matters, the first step tells
-            self._start = numbers
+        """Record the values of the headline metric and of its evaluation."""
+        if numbers["step"] == 0:  # kept until the first step shows which metric is the headline
+            self._start_metrics = numbers
             return
         self.name = self.name or find_headline(numbers)
-        evaluated = find_evaluation(self.name, self._start)
-        if evaluated is not None:
-            self.evaluations[evaluated] = [self._start[evaluated]]
-        self._start = {}
+        evaluation = find_evaluation(self.name, self._start_metrics)
+        if evaluation is not None:
+            self.evaluations[evaluation] = [self._start_metrics[evaluation]]
+        self._start_metrics = {}
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
-        self._rows = numbers.get(ROWS, self._rows)
-        evaluated = find_evaluation(self.name, numbers)
-        if evaluated is not None:
-            self.evaluations.setdefault(evaluated, []).append(numbers[evaluated])
+        self._num_rows = numbers.get(ROWS, self._num_rows)
+        evaluation = find_evaluation(self.name, numbers)
+        if evaluation is not None:
+            self.evaluations.setdefault(evaluation, []).append(numbers[evaluation])
 
     @property
     def elapsed(self) -> float:
@@ -390,9 +411,9 @@ class RunPace:
     @property
     def remaining(self) -> float | None:
         """Estimated seconds until the end, at the speed of the last steps; None if unknown."""
-        if self.total is None or not self._seconds:
+        if self.total is None or not self._step_seconds:
             return None
-        return max(0, self.total - self.done) * sum(self._seconds) / len(self._seconds)
+        return max(0, self.total - self.done) * sum(self._step_seconds) / len(self._step_seconds)
 
     @property
     def best(self) -> float | None:
@@ -408,10 +429,10 @@ class RunPace:
         first is returned.
         """
         values_by_title: dict[str, float] = {}
-        for word in BESIDE:
+        for last in OTHER_METRICS:
             for name, value in self.latest.items():
                 if (
-                    get_last_part(name) == word
+                    get_last_part(name) == last
                     and name != self.name
                     and not name.startswith("eval/")
                 ):
@@ -437,11 +458,12 @@ class RunPace:
         for name, value in self.list_other_metrics(2):
             parts.append(f"{name} {format_number(value)}")
         rate = compute_tokens_per_second(self.latest)
-        parts += [f"{format_number(round(rate))} tokens/s"] if rate else []
-        parts += (
-            [format_duration(self.latest["step_seconds"])] if "step_seconds" in self.latest else []
-        )
-        parts += [f"ETA {format_duration(self.remaining)}"] if self.remaining else []
+        if rate:
+            parts.append(f"{format_number(round(rate))} tokens/s")
+        if "step_seconds" in self.latest:
+            parts.append(format_duration(self.latest["step_seconds"]))
+        if self.remaining:
+            parts.append(f"ETA {format_duration(self.remaining)}")
         return "  ".join(parts)
 
     def _list_start(self) -> list[str]:
@@ -450,7 +472,7 @@ class RunPace:
         for name in self.latest:
             if name.startswith(EVAL) and name.count("/") == 1 and name != ROWS:
                 names.append(name)
-        names = sorted(names, key=compute_rank)[:START_METRICS]
+        names = sorted(names, key=compute_rank)[:MAX_START_METRICS]
         return [f"{find_title(name)} {format_number(self.latest[name])}" for name in names]
 
     def format_summary(self, status: str) -> str:
@@ -463,29 +485,31 @@ class RunPace:
         `status` is the outcome. The main metrics are the validation metrics and the headline
         metric.
         """
-        of = f" of {self.total}" if self.total is not None else ""
-        since = f" since step {self._since}" if self._since else ""
-        parts = [f"{status} after step {self.done}{of} in {format_duration(self.elapsed)}{since}"]
-        courses = list(self.evaluations.items())
+        total = f" of {self.total}" if self.total is not None else ""
+        resumed = f" since step {self._earlier_steps}" if self._earlier_steps else ""
+        parts = [
+            f"{status} after step {self.done}{total} in {format_duration(self.elapsed)}{resumed}"
+        ]
+        series = list(self.evaluations.items())
         if self.name is not None and self.values:
-            courses.append((self.name, self.values))
+            series.append((self.name, self.values))
         return parts + [
-            f"{find_title(name)} {format_course(values, name, self._rows)}"
-            + ("" if self._whole else since)
-            for name, values in courses
+            f"{find_title(name)} {format_change(values, name, self._num_rows)}"
+            + ("" if self._has_all_values else resumed)
+            for name, values in series
         ]
 
 
-def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
+def format_change(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
+    """Format the change of a metric, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
     `rows` is the number of rows on which the metric `name` was evaluated. If `name` and `rows` are
     given, the noise includes the sampling noise of the evaluation.
     """
     if len(values) == 1:
         return format_number(values[0])
-    moved = compute_change(values, name, rows)
-    return f"{format_number(moved.first)} -> {format_number(moved.last)} ({moved.format_text()})"
+    change = compute_change(values, name, rows)
+    return f"{format_number(change.first)} -> {format_number(change.last)} ({change.format_text()})"
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
@@ -497,7 +521,7 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
         return ""
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    means = [sum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges)]
     low = min(means)
     high = max(means)
     if high == low:

@@ -1,6 +1,7 @@
-"""HTML frame of all pages: a self-contained file with a content security policy, and its colours.
+"""HTML frame of all pages, and their colours.
 
-Roles have the same colours in the graph, the timeline and the report.
+A page is a self-contained file with a content security policy. Roles have the same colours in the
+graph, the timeline and the report.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 
 from weft import writing
 
-CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-HERE = Path(__file__).parent
-# Concatenated in this order, in one scope.
+# Visible symbols of control characters, except line feed and tab.
+CONTROL_SYMBOLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+FOLDER = Path(__file__).parent
+# Scripts of a page, concatenated in this order in one scope.
 SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 
@@ -37,9 +39,10 @@ class PageSection:
 class Page:
     """Page with a title, sections, and data for the page's script.
 
-    `top` is the HTML above the sections, and `home` is the target of the logo's link. `live` is
-    empty for a page that never changes. Otherwise it is a tag that identifies the page's version:
-    the page polls its server, and reloads its content when the server has another tag.
+    `top` is the HTML above the sections, and `home` is the target of the logo's link. Sections
+    without content are left out. `live` is empty for a page that never changes. Otherwise it is a
+    tag that identifies the page's version: the page polls its server, and reloads its content when
+    the server has another tag.
     """
 
     title: str
@@ -52,19 +55,21 @@ class Page:
 
     def render(self) -> str:
         """Render the whole page as HTML."""
-        there = [section for section in self.sections if section.content]
+        sections = [section for section in self.sections if section.content]
         scripts = "\n".join(_read(name) for name in SCRIPTS)
         code = f'(() => {{\n"use strict";\n{scripts}\n}})();'
         body = "".join(
-            f'<section id="{one.name}" aria-labelledby="{one.name}-heading"><h2 id="{one.name}-heading">'
-            f"{escape(one.heading)}</h2>{one.content}</section>"
-            for one in there
+            f'<section id="{section.name}" aria-labelledby="{section.name}-heading"><h2 id="{section.name}-heading">'
+            f"{escape(section.heading)}</h2>{section.content}</section>"
+            for section in sections
         )
         return Template(_read("report.html")).substitute(
             title=escape(self.title),
             css=_read("report.css"),
             home=escape(self.home),
-            nav="".join(f'<a href="#{one.name}">{escape(one.heading)}</a>' for one in there),
+            nav="".join(
+                f'<a href="#{section.name}">{escape(section.heading)}</a>' for section in sections
+            ),
             body=self.top + body,
             footer=self.footer,
             data=embed_json(self.data),
@@ -104,12 +109,12 @@ def escape_text(text: str) -> str:
 
 def replace_control_characters(text: str) -> str:
     """Replace control characters with visible symbols."""
-    return text.translate(CONTROL)
+    return text.translate(CONTROL_SYMBOLS)
 
 
 @cache
 def _read(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ GREY = ColourPair("#646b78", "#a0a7b4")
 HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
 # Media query in the graph's SVG that selects the colours for dark backgrounds.
 DARK = "@media (prefers-color-scheme:dark)"
-KNOWN = {
+ROLE_HUES = {
     "actor": INDIGO,
     "model": INDIGO,
     "critic": ORANGE,
@@ -146,8 +151,10 @@ def assign_role_hues(roles: Iterable[str]) -> dict[str, ColourPair]:
     Roles without a fixed colour get the unused colours, in the order of `roles`.
     """
     names = list(dict.fromkeys(roles))
-    taken = [KNOWN[name] for name in names if name in KNOWN]
-    free = [hue for hue in HUES if hue not in taken] or list(HUES)
-    others = [name for name in names if name not in KNOWN]
-    chosen = {name: free[index % len(free)] for index, name in enumerate(others)}
-    return {name: KNOWN.get(name) or chosen[name] for name in names}
+    used_hues = [ROLE_HUES[name] for name in names if name in ROLE_HUES]
+    free_hues = [hue for hue in HUES if hue not in used_hues] or list(HUES)
+    other_roles = [name for name in names if name not in ROLE_HUES]
+    assigned_hues = {
+        name: free_hues[index % len(free_hues)] for index, name in enumerate(other_roles)
+    }
+    return {name: ROLE_HUES.get(name) or assigned_hues[name] for name in names}

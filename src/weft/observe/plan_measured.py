@@ -1,4 +1,4 @@
-"""Plan in a run's report: measured times of a typical step under the simulated ones."""
+"""Plan in a run's report: times of a simulated step next to those of a typical measured step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Bar = tuple[float, float]  # start and duration in seconds, from the start of th
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """Step of a run whose duration is the median, and when its nodes ran.
+    """Step of a run whose duration is the median of all steps.
 
-    `bars` maps the names of nodes to their activities in the step. `predicted` is the duration that
-    was predicted for this step, if it was.
+    `seconds` is the measured duration, and `predicted` the predicted one, or None. `bars` maps the
+    names of nodes to their activities in the step.
     """
 
     step: int
@@ -42,32 +42,36 @@ class TypicalStep:
 
 
 def find_typical_step(run: RunFiles) -> TypicalStep | None:
-    """Return the step whose duration is the median of all steps but the first.
+    """Return the step whose duration is the median of all steps except the first.
 
-    Steps in which a node is missing do not count: the last steps of a run sample nothing if sampling
-    runs ahead. Returns None if the run has no step with both a duration and a timeline.
+    Only steps in which all nodes ran are considered; if sampling is ahead of training, the last
+    steps sample nothing. Returns None if no step has both a duration and a timeline.
     """
-    starts: dict[int, list[tuple[str, float, float]]] = {}
+    # Activities of each step as (name, start, seconds).
+    activities: dict[int, list[tuple[str, float, float]]] = {}
     for span in run.spans:
         if span.step is not None and span.group in (ROLES, HOST):
-            starts.setdefault(span.step, []).append((span.name, span.start, span.seconds))
-    lines = [line for line in select_compared(run.lines) if line["step"] in starts]
+            activities.setdefault(span.step, []).append((span.name, span.start, span.seconds))
+    lines = [line for line in select_compared(run.lines) if line["step"] in activities]
     if not lines:
         return None
-    nodes = {line["step"]: len({name for name, *_ in starts[line["step"]]}) for line in lines}
-    most = max(nodes.values())
-    lines = [line for line in lines if nodes[line["step"]] == most]
-    middle = median_low([float(line[STEP_SECONDS]) for line in lines])
-    line = next(line for line in lines if float(line[STEP_SECONDS]) == middle)
+    # Keep the steps with all nodes, and take the one of median duration.
+    num_nodes = {}
+    for line in lines:
+        num_nodes[line["step"]] = len({name for name, *_ in activities[line["step"]]})
+    max_nodes = max(num_nodes.values())
+    lines = [line for line in lines if num_nodes[line["step"]] == max_nodes]
+    seconds_of_step = median_low([float(line[STEP_SECONDS]) for line in lines])
+    line = next(line for line in lines if float(line[STEP_SECONDS]) == seconds_of_step)
     step = int(line["step"])
-    begin = min(start for _, start, _ in starts[step])
+    begin = min(start for _, start, _ in activities[step])
     bars: dict[str, list[Bar]] = {}
-    for name, start, seconds in starts[step]:
+    for name, start, seconds in activities[step]:
         bars.setdefault(name, []).append((start - begin, seconds))
     predicted = line.get(f"{PREDICTED}{STEP_SECONDS}")
     if not is_finite(predicted):
         predicted = None
-    return TypicalStep(step, middle, predicted, bars)
+    return TypicalStep(step, seconds_of_step, predicted, bars)
 
 
 def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
@@ -75,13 +79,13 @@ def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
     if plan is None:
         return ""
     typical = find_typical_step(run)
-    compared = render_comparison(run)
+    comparison = render_comparison(run)
     parts = []
     if typical is not None:
         lanes = _render_lanes(plan, typical)
         parts.append(f'<div class="card"><h3>When calls ran in a step</h3>{lanes}</div>')
-    if compared:
-        parts.append(f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>')
+    if comparison:
+        parts.append(f'<div class="card"><h3>Predicted and measured</h3>{comparison}</div>')
     for heading, content in (
         ("Placement", render_placement(plan)),
         ("Memory over time, as predicted", render_memory(plan)),
@@ -96,7 +100,7 @@ def render_run_plan(run: RunFiles, plan: ShownPlan | None) -> str:
 def _render_lanes(plan: ShownPlan, typical: TypicalStep) -> str:
     """Render two tracks for each node: the predicted time above, the measured time below."""
     predicted = _collect_predicted(plan)
-    # Nodes in the order in which they ran
+    # Sort the nodes by their first start.
     begins = {name: bars[0][0] for name, bars in typical.bars.items()}
     for name in list_nodes(plan.spans):
         begins.setdefault(name, predicted.get(name, [(0.0, 0.0)])[0][0])
@@ -139,16 +143,17 @@ def _collect_predicted(plan: ShownPlan) -> dict[str, list[Bar]]:
 
 
 def _render_bars(name: str, kind: str, bars: Sequence[Bar], length: float, style: str) -> str:
-    pieces = []
+    """Render a track of `length` seconds; `kind` is `predicted` or `measured`."""
+    elements = []
     for start, seconds in bars:
         left, width = 100 * start / length, 100 * seconds / length
         text = f"{name}, {kind}: {format_seconds(seconds)}, begins at {format_seconds(start)}"
-        pieces.append(
+        elements.append(
             f'<i style="left:{left:.3f}%;width:{width:.3f}%;{style}" title="{escape(text)}"></i>'
         )
     total = sum(seconds for _, seconds in bars)
     label = f"{kind} {format_seconds(total)}" if bars else f"not {kind}"
     return (
         f'<div class="track {kind}" role="img" aria-label="{escape(f"{name}: {label}")}">'
-        f"{''.join(pieces)}</div>"
+        f"{''.join(elements)}</div>"
     )

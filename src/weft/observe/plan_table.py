@@ -9,22 +9,22 @@ from typing import Any
 
 from weft.observe.jsonl import shorten_path
 from weft.observe.memory import format_size
-from weft.observe.progress import LINES, RunPlan
+from weft.observe.progress import MAX_TABLE_LINES, RunPlan
 from weft.topology import LETTERS, Layout, Mesh
 
-# maximum lines for models; further ones are merged, frozen ones first
-MODELS = 3
-PATH = 24  # maximum length of a path
-MERGED = re.compile(r"\d+ models, ")  # start of a line for several models
-LEAST_SHOWN_SHARE = 0.1  # least share of the device's memory that is mentioned
+MAX_MODEL_ROWS = 3  # if there are more, rows are merged, those of frozen models first
+MAX_PATH_LENGTH = 24  # maximum length of a path
+MERGED_ROW = re.compile(r"\d+ models, ")  # start of a row for several models
+MIN_SHOWN_SHARE = 0.1  # on one device, a smaller share of its memory is not mentioned
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Model of a role. `facts` is the description of its engine.
+    """Model of a role.
 
-    `path` is that of its weights or, without weights, of its tokenizer. `learning_rate` is the peak
-    and the type of the schedule, or None for a frozen model.
+    `path` is the path of its weights or, without weights, of its tokenizer. `learning_rate` is the
+    peak and the type of the schedule, or None for a frozen model. `facts` is the description of its
+    engine.
     """
 
     path: str
@@ -39,7 +39,7 @@ class PlannedModel:
 class PlannedTraining:
     """Optimizer steps of a training node: per step of the run, per epoch and in total.
 
-    In the first `late_epochs` epochs it takes none.
+    The node takes no optimizer step in the first `late_epochs` epochs.
     """
 
     node: str
@@ -64,11 +64,11 @@ class RunFacts:
         training: Optimizer steps of the training nodes.
         models: Models by role.
         meshes: Devices of each engine, by its name.
-        memory: Bytes that are expected to be needed on each device, by rank.
-        memory_is_limit: Whether this is the most that is needed.
-        search: Seconds per step as the search for a placement has estimated them, or empty.
-        data_notes: Notes on what a resumed run changes, and on the data.
-        minor_notes: Those of `data_notes` that only the details show.
+        memory: Expected memory of each device in bytes, by rank.
+        memory_is_limit: True if `memory` is an upper bound, False if it is a lower bound.
+        search: Seconds per step as estimated by the search for a placement, or empty.
+        data_notes: Notes on the changes of a resumed run, and on the data.
+        minor_notes: Notes in `data_notes` that only the details show.
         sources: Lines about the sources of the data.
     """
 
@@ -108,20 +108,27 @@ def build_plan(run: RunFacts, numerics: Mapping[str, Any]) -> RunPlan:
     else:
         rows += [("data", _format_data(run, run.num_ids)), *_iterate_counts(run, run.num_ids)]
     # Rows below the models: memory, layouts and devices.
-    below = list[tuple[str, str]]()
-    if "memory" in numerics and (room := _format_memory(run, numerics["memory"])) is not None:
-        below.append(("memory", room))
-    several = run.num_devices > 1
-    if several:
-        below.append(("layouts", _format_layouts(run)))
-    below.append(("devices" if several else "device", _format_device(run, numerics)))
-    # Models, in the lines that are left.
-    models = _build_model_rows(run, min(MODELS, LINES - len(rows) - len(below)))
-    rows += [*models, *below]
+    rows_below = list[tuple[str, str]]()
+    if (
+        "memory" in numerics
+        and (memory_text := _format_memory(run, numerics["memory"])) is not None
+    ):
+        rows_below.append(("memory", memory_text))
+    has_several_devices = run.num_devices > 1
+    if has_several_devices:
+        rows_below.append(("layouts", _format_layouts(run)))
+    rows_below.append(
+        ("devices" if has_several_devices else "device", _format_device(run, numerics))
+    )
+    # Models, in the remaining lines.
+    model_rows = _build_model_rows(
+        run, min(MAX_MODEL_ROWS, MAX_TABLE_LINES - len(rows) - len(rows_below))
+    )
+    rows += [*model_rows, *rows_below]
     # Details, and notes that are always shown.
     details = [
         *_iterate_details(run),
-        *_iterate_roles(run, models),
+        *_iterate_roles(run, model_rows),
         *(note for note in run.data_notes if note in run.minor_notes),
     ]
     notes = [
@@ -144,14 +151,14 @@ def _collect_model_notes(run: RunFacts) -> list[str]:
 
 def _format_data(run: RunFacts, num_ids: int) -> str:
     batch = run.batch_size
-    rest = num_ids % batch if batch else 0
+    remainder = num_ids % batch if batch else 0
     if batch:
-        laid_out = f"batches of {format_number(batch)}"
+        batches = f"batches of {format_number(batch)}"
     else:
-        laid_out = "batches laid out by tokens"
-    last = f" (last: {format_number(rest)})" if rest else ""
+        batches = "batches laid out by tokens"
+    last = f" (last: {format_number(remainder)})" if remainder else ""
     unit = "prompt" if run.sampling else "sample"
-    return f"{format_plural(num_ids, unit)} per epoch, {laid_out}{last}"
+    return f"{format_plural(num_ids, unit)} per epoch, {batches}{last}"
 
 
 def _iterate_counts(run: RunFacts, num_ids: int) -> Iterator[tuple[str, str]]:
@@ -166,14 +173,14 @@ def _iterate_counts(run: RunFacts, num_ids: int) -> Iterator[tuple[str, str]]:
             f"{format_plural(prompts, 'prompt')} x {samples} = "
             f"{format_plural(prompts * samples, 'completion')}"
         )
-    step += _format_updates([(each.role, each.per_step) for each in run.training])
+    step += _format_updates([(training.role, training.per_step) for training in run.training])
     if step:
         yield "step", ", ".join(step)
     # Per epoch.
     epoch = [format_plural(run.steps_per_epoch, "step")]
     for _, _, samples in run.sampling:
         epoch.append(format_plural(samples * num_ids, "completion"))
-    epoch += _format_updates([(each.role, each.per_epoch) for each in run.training])
+    epoch += _format_updates([(training.role, training.per_epoch) for training in run.training])
     yield "epoch", ", ".join(epoch)
     # In the whole run.
     if run.max_steps != run.steps:
@@ -182,9 +189,9 @@ def _iterate_counts(run: RunFacts, num_ids: int) -> Iterator[tuple[str, str]]:
         run_length = f"max_steps={run.max_steps}"
     if run.max_steps == run.steps and run.epochs > 1:
         run_length += f", which overrides total_train_epochs={run.epochs}"
-    whole = [f"{format_plural(run.steps, 'step')} ({run_length})"]
-    whole += _format_updates([(each.role, each.total) for each in run.training])
-    yield "run", ", ".join(whole)
+    in_total = [f"{format_plural(run.steps, 'step')} ({run_length})"]
+    in_total += _format_updates([(training.role, training.total) for training in run.training])
+    yield "run", ", ".join(in_total)
 
 
 def _format_updates(counts: Sequence[tuple[str, int]]) -> list[str]:
@@ -205,17 +212,17 @@ def _format_updates(counts: Sequence[tuple[str, int]]) -> list[str]:
     return result
 
 
-def _build_model_rows(run: RunFacts, most: int) -> list[tuple[str, str]]:
-    """Return at most `most` table rows that describe the models.
+def _build_model_rows(run: RunFacts, max_rows: int) -> list[tuple[str, str]]:
+    """Return at most `max_rows` table rows that describe the models.
 
-    Roles with the same model share a row. If there are too many rows, first the frozen models are
-    merged into one row. If there are still too many, the last rows are merged as well.
+    Roles with the same model share a row. If there are too many rows, the rows of frozen models are
+    merged into one. If there are still too many, the last rows are merged as well.
     """
     roles_by_model: dict[str, list[str]] = {}
     for role, model in run.models.items():
         roles_by_model.setdefault(_shorten_model(model), []).append(role)
     rows = [(roles, text) for text, roles in roles_by_model.items()]
-    if len(rows) > most:
+    if len(rows) > max_rows:
         trained = []
         for row in rows:
             if run.models[row[0][0]].learning_rate is not None:
@@ -223,7 +230,7 @@ def _build_model_rows(run: RunFacts, most: int) -> list[tuple[str, str]]:
         rows = _merge_rows(
             [*trained, *(row for row in rows if row not in trained)], len(trained), run
         )
-    rows = rows if len(rows) <= most else _merge_rows(rows, most - 1, run)
+    rows = rows if len(rows) <= max_rows else _merge_rows(rows, max_rows - 1, run)
     return [(", ".join(roles), text) for roles, text in rows]
 
 
@@ -231,10 +238,10 @@ def _merge_rows(
     rows: Sequence[tuple[list[str], str]], num_kept: int, run: RunFacts
 ) -> list[tuple[list[str], str]]:
     """Return the first `num_kept` rows, followed by one row that summarizes the others."""
-    names = []
+    merged_roles = []
     for roles, _ in rows[num_kept:]:
-        names.extend(roles)
-    total = sum(run.models[role].facts.get("num_parameters", 0) for role in names)
+        merged_roles.extend(roles)
+    total = sum(run.models[role].facts.get("num_parameters", 0) for role in merged_roles)
     if all("frozen" in text for _, text in rows[num_kept:]):
         frozen = "frozen, "
     else:
@@ -242,15 +249,16 @@ def _merge_rows(
     return [
         *rows[:num_kept],
         (
-            names,
+            merged_roles,
             f"{len(rows) - num_kept} models, {frozen}{format_amount(total)} parameters in total",
         ),
     ]
 
 
 def _shorten_model(model: PlannedModel) -> str:
+    """Describe a model in a row of the table: path, family, size, trained part and dtype."""
     path = shorten_path(model.path)
-    path = path if len(path) <= PATH else f"…{path[-PATH + 1 :]}"
+    path = path if len(path) <= MAX_PATH_LENGTH else f"…{path[-MAX_PATH_LENGTH + 1 :]}"
     total = model.facts.get("num_parameters", 0)
     trainable = model.facts.get("num_trainable", 0)
     if not total:
@@ -258,50 +266,61 @@ def _shorten_model(model: PlannedModel) -> str:
             return f"{path}, a tokenizer alone"
         return f"{path} ({model.backend})"
     if model.learning_rate is None:
-        trained = "frozen"
+        training = "frozen"
     elif trainable == total:
-        trained = "trained"
+        training = "trained"
     else:
-        trained = f"{format_amount(trainable)} trained"
-    return f"{path} ({model.facts.get('family', model.backend)}), {format_amount(total)} parameters, {trained}, {model.dtype}"
+        training = f"{format_amount(trainable)} trained"
+    return f"{path} ({model.facts.get('family', model.backend)}), {format_amount(total)} parameters, {training}, {model.dtype}"
 
 
-def _format_memory(run: RunFacts, room: int) -> str | None:
+def _format_memory(run: RunFacts, capacity: int) -> str | None:
     """Format the row of the plan's table that shows the memory needed per device.
 
-    `room` is a device's memory in bytes, or the memory that all CPU devices share. Returns None if
-    there is only one device and less than a tenth of its memory is needed.
+    `capacity` is a device's memory in bytes, or the memory that all CPU devices share. Returns None
+    if there is only one device and less than `MIN_SHOWN_SHARE` of its memory is needed.
     """
-    several = len(run.memory) > 1
-    need = sum(run.memory.values()) if run.on_cpu else max(run.memory.values())
-    if not several and need < LEAST_SHOWN_SHARE * room:
+    has_several_devices = len(run.memory) > 1
+    needed = sum(run.memory.values()) if run.on_cpu else max(run.memory.values())
+    if not has_several_devices and needed < MIN_SHOWN_SHARE * capacity:
         return None
-    ranks: dict[str, list[int]] = {}
-    for rank, part in run.memory.items():
-        ranks.setdefault(format_size(part), []).append(rank)
+    ranks_by_size: dict[str, list[int]] = {}
+    for rank, num_bytes in run.memory.items():
+        ranks_by_size.setdefault(format_size(num_bytes), []).append(rank)
     sizes = []
-    for size, held in ranks.items():
-        sizes.append(f"{size} on {_format_ranks(held) if len(ranks) > 1 else 'each device'}")
-    if several:
-        of = f"{', '.join(sizes)}, of {format_size(room)}{' in total' if run.on_cpu else ''}"
+    for size, ranks in ranks_by_size.items():
+        sizes.append(
+            f"{size} on {_format_ranks(ranks) if len(ranks_by_size) > 1 else 'each device'}"
+        )
+    if has_several_devices:
+        amount = (
+            f"{', '.join(sizes)}, of {format_size(capacity)}{' in total' if run.on_cpu else ''}"
+        )
     else:
-        of = f"{format_size(need)} of {format_size(room)}"
-    most = "at most" if run.memory_is_limit else "at least"
-    return f"{most} about {of}" + (
-        "; it may not fit: weft plan memory shows what would" if need > room else ""
+        amount = f"{format_size(needed)} of {format_size(capacity)}"
+    bound = "at most" if run.memory_is_limit else "at least"
+    return f"{bound} about {amount}" + (
+        "; it may not fit: weft plan memory shows what would" if needed > capacity else ""
     )
 
 
 def _format_layouts(run: RunFacts) -> str:
+    """Format the layouts of all engines, and the step times that a search has estimated."""
     names_by_layout: dict[str, list[str]] = {}
     for name, mesh in run.meshes.items():
-        where = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
-        names_by_layout.setdefault(where, []).append(name)
-    text = "; ".join(f"{', '.join(names)} {where}" for where, names in names_by_layout.items())
+        placement = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
+        names_by_layout.setdefault(placement, []).append(name)
+    text = "; ".join(
+        f"{', '.join(names)} {placement}" for placement, names in names_by_layout.items()
+    )
     if not run.search:
         return text
-    ours, usual = (run.search[name]["step_seconds"] for name in ("search", "heuristic"))
-    return f"{text} (allocation_mode=search: {ours:.2g} s per step as estimated, {usual:.2g} s with heuristic)"
+    searched = run.search["search"]["step_seconds"]
+    heuristic = run.search["heuristic"]["step_seconds"]
+    return (
+        f"{text} (allocation_mode=search: {searched:.2g} s per step as estimated, "
+        f"{heuristic:.2g} s with heuristic)"
+    )
 
 
 def _format_degrees(layout: Layout) -> str:
@@ -320,23 +339,26 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _format_device(run: RunFacts, numerics: Mapping[str, Any]) -> str:
-    count = run.num_devices
-    each = " each" if count > 1 else ""
+    multiple = run.num_devices > 1
+    text = str(numerics["hardware"])
+    if multiple:
+        text = f"{run.num_devices} x {text}"
     if "threads" in numerics:
-        threads = f", {format_plural(numerics['threads'], 'thread')}{each}"
-    else:
-        threads = ""
-    return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}{threads}"
+        threads = format_plural(numerics["threads"], "thread")
+        text += f", {threads} each" if multiple else f", {threads}"
+    return text
 
 
 # -- the details
 
 
 def _iterate_details(run: RunFacts) -> Iterator[str]:
+    """Yield the lines of the plan's details, without those of `_iterate_roles`."""
     yield from run.sources
-    own = _collect_model_notes(run)
-    yield from (note for note in run.notes if note not in own)
-    yield from () if run.num_ids is None else _iterate_node_counts(run)
+    model_notes = _collect_model_notes(run)
+    yield from (note for note in run.notes if note not in model_notes)
+    if run.num_ids is not None:
+        yield from _iterate_node_counts(run)
     roles_by_note: dict[str, list[str]] = {}  # note -> roles
     for role, model in run.models.items():
         for note in model.facts.get("notes", ()):
@@ -362,28 +384,30 @@ def _iterate_node_counts(run: RunFacts) -> Iterator[str]:
     if len(run.sampling) > 1:
         for call, _, samples in run.sampling:
             yield f"{call}: {format_plural(samples, 'completion')} of each prompt"
-    for each in run.training:
-        late = each.late_epochs
-        if late:
-            yield f"{each.node}: no optimizer step in the first {'epoch' if late == 1 else f'{late} epochs'}"
+    for training in run.training:
+        late_epochs = training.late_epochs
+        if late_epochs:
+            yield f"{training.node}: no optimizer step in the first {'epoch' if late_epochs == 1 else f'{late_epochs} epochs'}"
 
 
-def _iterate_roles(run: RunFacts, models: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _iterate_roles(run: RunFacts, model_rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield a line for each role with the details that the table leaves out.
 
     These are long paths, learning rates, and the models of merged table rows.
     """
-    merged = []
-    for roles, text in models:
-        if MERGED.match(text):
-            merged.extend(roles.split(", "))
+    merged_roles = []
+    for roles, text in model_rows:
+        if MERGED_ROW.match(text):
+            merged_roles.extend(roles.split(", "))
     for role, model in run.models.items():
         path = model.path
-        if (shorten_path(path) != path or len(path) > PATH) and path not in " ".join(model.notes):
+        if (shorten_path(path) != path or len(path) > MAX_PATH_LENGTH) and path not in " ".join(
+            model.notes
+        ):
             details = [path]
         else:
             details = []
-        if role in merged:
+        if role in merged_roles:
             details = [_shorten_model(model)]
         if model.learning_rate is not None:
             peak, schedule = model.learning_rate
@@ -403,8 +427,9 @@ def _iterate_versions(numerics: Mapping[str, Any]) -> Iterator[str]:
 # -- words
 
 
-def format_plural(count: int, what: str) -> str:
-    return f"{format_number(count)} {what}{'' if count == 1 else 's'}"
+def format_plural(count: int, noun: str) -> str:
+    """Format a count with a noun in singular or plural, such as `1 step` or `2 steps`."""
+    return f"{format_number(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def format_number(count: int) -> str:
@@ -413,9 +438,10 @@ def format_number(count: int) -> str:
 
 
 def format_amount(count: int) -> str:
-    for base, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+    """Format a large count with three significant digits and a suffix, such as `1.24B`."""
+    for base, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= base:
-            return f"{count / base:.3g}{name}"
+            return f"{count / base:.3g}{suffix}"
     return str(count)
 
 

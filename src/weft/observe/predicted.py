@@ -1,7 +1,7 @@
-"""Predicted values of a run's steps next to the measured ones: at the end of a run and in its report.
+"""Comparison of predicted with measured values of steps, at the end of a run and in its report.
 
-Each line of metrics.jsonl has both. They are compared by their medians over the steps, without the
-first step, which is longer: libraries load their parts, and memory is allocated.
+Each line of metrics.jsonl has both. Their medians over all steps except the first are compared: the
+first step is longer, because libraries are loaded and memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class PredictedStep:
 
     Attributes:
         metrics: Predicted values by their names in metrics.jsonl.
-        basis: What the predicted seconds are based on; "" if there are none.
+        basis: Basis of the predicted seconds, as a phrase; "" if there are none.
         left_out: Roles whose calls are not part of the predicted seconds.
-        reason: Why the duration of a step is not predicted; "" if it is.
+        reason: Reason why the duration of a step is not predicted; "" if it is.
         plan: Simulated steps, or None if their duration is not predicted.
-        predict_again: Function that returns `metrics` for measured loads of experts, by role, or
-            None if these do not matter.
+        predict_again: Function that returns `metrics` for measured expert loads by role, or None
+            if the prediction does not depend on them.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -47,25 +47,25 @@ class PredictedStep:
 
     @property
     def scope(self) -> str:
-        """Phrase that names the roles that are left out; "" if there are none."""
+        """Phrase with the roles that are left out; "" if there are none."""
         return f" without {', '.join(self.left_out)}" if self.left_out else ""
 
     @property
     def description(self) -> str:
-        """Basis of the predicted seconds, and what they leave out; "" if there are none."""
+        """Basis and scope of the predicted seconds as a phrase; "" if there are none."""
         return f"{self.basis}{self.scope}"
 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Medians of a predicted value and of the measured one; None if a value is not known."""
+    """Median of a predicted value and of the measured value; None if a value is not known."""
 
     predicted: float | None
     measured: float | None
 
 
 def select_compared(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of all steps but the first; if the run has one step, its line."""
+    """Return the lines of all timed steps except the first; if there is only one, its line."""
     steps = []
     for line in lines:
         if is_finite(line.get(STEP_SECONDS)):
@@ -84,8 +84,8 @@ def compare_values(
     for line in lines:
         if is_finite(line.get(predicted)) and is_finite(line.get(measured)):
             both.append(line)
-    counted = both or lines
-    return ComparedValue(_compute_median(counted, predicted), _compute_median(counted, measured))
+    compared = both or lines
+    return ComparedValue(_compute_median(compared, predicted), _compute_median(compared, measured))
 
 
 def _compute_median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -101,14 +101,17 @@ def format_end_line(lines: Iterable[Mapping[str, Any]], prediction: PredictedSte
     step = compare_values(select_compared(lines), f"{PREDICTED}{STEP_SECONDS}", STEP_SECONDS)
     if step.predicted is None or step.measured is None:
         return None
-    first, unit = _format_seconds(step.predicted)
-    second, other_unit = _format_seconds(step.measured)
-    shown_unit = "" if unit == other_unit else other_unit
-    return f"predicted {first}{unit} a step{prediction.scope}, measured {second}{shown_unit}"
+    predicted, predicted_unit = _format_seconds(step.predicted)
+    measured, measured_unit = _format_seconds(step.measured)
+    shown_unit = "" if predicted_unit == measured_unit else measured_unit
+    return f"predicted {predicted}{predicted_unit} a step{prediction.scope}, measured {measured}{shown_unit}"
 
 
 def _format_seconds(seconds: float) -> tuple[str, str]:
-    """Return a duration with three significant digits, and its unit; a long one as `4:05`."""
+    """Return a duration with three significant digits, and its unit.
+
+    From 100 s on, returns a duration such as `4:05`, and "" as its unit.
+    """
     if seconds >= 100:
         return format_duration(seconds), ""
     return f"{seconds:#.3g}", " s"
@@ -133,31 +136,35 @@ def render_comparison(run: RunFiles) -> str:
     }
     rows = [(call, _compare_call(lines, call)) for call in _list_calls(names)]
     rows.append(("whole step", _compare_step(lines)))
-    filled = []
-    for place in range(len(columns)):
-        if any(values[place].predicted is not None for _, values in rows):
-            filled.append(place)
+    shown_columns = []
+    for column in range(len(columns)):
+        if any(values[column].predicted is not None for _, values in rows):
+            shown_columns.append(column)
     titles = list(columns)
-    formats = list(columns.values())
-    head = "".join(f'<th scope="colgroup" colspan="2">{titles[place]}</th>' for place in filled)
-    kinds = '<th scope="col">predicted</th><th scope="col">measured</th>' * len(filled)
+    formatters = list(columns.values())
+    headings = "".join(
+        f'<th scope="colgroup" colspan="2">{titles[column]}</th>' for column in shown_columns
+    )
+    subheadings = '<th scope="col">predicted</th><th scope="col">measured</th>' * len(shown_columns)
     body = []
     for name, values in rows:
         cells = []
-        for place in filled:
-            for value in (values[place].predicted, values[place].measured):
-                cells.append(f"<td>{NONE if value is None else escape(formats[place](value))}</td>")
+        for column in shown_columns:
+            for value in (values[column].predicted, values[column].measured):
+                cells.append(
+                    f"<td>{NONE if value is None else escape(formatters[column](value))}</td>"
+                )
         body.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     return (
         f'<p class="note">{escape(_describe_basis(run, lines))}</p>'
         '<div class="scroll"><table class="shares compared"><thead>'
-        f'<tr><th scope="col" rowspan="2">call</th>{head}</tr><tr>{kinds}</tr></thead>'
+        f'<tr><th scope="col" rowspan="2">call</th>{headings}</tr><tr>{subheadings}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
 def _list_calls(names: Sequence[str]) -> list[str]:
-    """Return the calls of a step, in the order in which metrics.jsonl lists their seconds."""
+    """Return the names of the calls of a step, in the order of metrics.jsonl."""
     calls = [name.removeprefix(TIME) for name in names if name.startswith(TIME)]
     for name in names:
         if name.startswith(PREDICTED) and name.endswith(f"/{PEAK}"):
@@ -176,10 +183,10 @@ def _compare_call(lines: Sequence[Mapping[str, Any]], call: str) -> list[Compare
 def _compare_step(lines: Sequence[Mapping[str, Any]]) -> list[ComparedValue]:
     seconds = compare_values(lines, f"{PREDICTED}{STEP_SECONDS}", STEP_SECONDS)
     memory = compare_values(lines, f"{PREDICTED}{PEAK_MEMORY}", PEAK_MEMORY)
-    in_bytes = []
+    num_bytes = []
     for value in (memory.predicted, memory.measured):
-        in_bytes.append(None if value is None else value * GIB)
-    return [seconds, ComparedValue(*in_bytes), ComparedValue(None, None)]
+        num_bytes.append(None if value is None else value * GIB)
+    return [seconds, ComparedValue(*num_bytes), ComparedValue(None, None)]
 
 
 def _format_time(seconds: float) -> str:
@@ -187,14 +194,14 @@ def _format_time(seconds: float) -> str:
 
 
 def _describe_basis(run: RunFiles, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return sentences on what the predicted values are based on, and on the compared steps."""
+    """Return sentences on the compared steps and on the basis of the predicted values."""
     starts = run.record.get("starts")
-    last = starts[-1] if isinstance(starts, list) and starts else {}
-    basis = str(last.get("forecast") or "") if isinstance(last, Mapping) else ""
-    first, last_step = (format_number(line["step"]) for line in (lines[0], lines[-1]))
+    last_start = starts[-1] if isinstance(starts, list) and starts else {}
+    basis = str(last_start.get("forecast") or "") if isinstance(last_start, Mapping) else ""
+    first_step, last_step = (format_number(line["step"]) for line in (lines[0], lines[-1]))
     if len(lines) == 1:
-        steps = f"Step {first}"
+        steps = f"Step {first_step}"
     else:
-        steps = f"Medians of steps {first} to {last_step}"
+        steps = f"Medians of steps {first_step} to {last_step}"
     seconds = f" Predicted seconds are from {basis}." if basis else ""
     return f"{steps}.{seconds} Predicted memory is that of the largest batches."

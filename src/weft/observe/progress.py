@@ -1,4 +1,4 @@
-"""Plan of a run, shown before its first step, and its progress: live on a terminal, else in lines."""
+"""Display of a run's plan before its first step, and of its progress, live or as plain lines."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ from weft.observe.metrics import (
 )
 from weft.observe.pace import RunPace, draw_sparkline
 
-LABEL = 14  # maximum columns of the label column; a longer label moves its text to the right
-ROW_LINES = 2  # maximum lines of a row on a terminal; longer text ends in an ellipsis
-LINES = 10  # maximum lines of the whole table on a terminal
+MAX_LABEL_WIDTH = (
+    14  # maximum columns of the label column; a longer label moves its text to the right
+)
+MAX_ROW_LINES = 2  # maximum lines of a row on a terminal; longer text ends in an ellipsis
+MAX_TABLE_LINES = 10  # maximum lines of the whole table on a terminal
 ARROW = " -> "
-GLUED = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after it
+GLUED_ARROW = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after it
 
 
 @dataclass(frozen=True)
@@ -73,40 +75,43 @@ class RunPlan:
         return [*self._format_table(width), *self.notes, *self.details]
 
     def _format_table(self, width: int | None, *, short: bool = False) -> Iterator[str]:
-        column = min(LABEL, max((len(label) for label, _ in self.rows), default=0))
+        """Yield the lines of the table; with `short`, rows are cut as in `_allot_lines`."""
         rows = [row for row in self.rows if row[0] not in self.hidden]
-        begins = [f"{label:<{column}}  " for label, _ in rows]
-        texts = [text for _, text in rows]
+        label_width = min(MAX_LABEL_WIDTH, max((len(label) for label, _ in self.rows), default=0))
+        indent = label_width + 2
+        labels = [f"{label:<{label_width}}  " for label, _ in rows]
+        # Wrap the text of each row.
         cells = []
-        for begin, text in zip(begins, texts, strict=True):
-            cells.append(
-                [text] if width is None else _wrap_text(text, width, len(begin), column + 2)
-            )
+        for label, (_, text) in zip(labels, rows, strict=True):
+            if width is None:
+                cells.append([text])
+            else:
+                cells.append(_wrap_text(text, width, len(label), indent))
+        # Cut rows with too many lines.
         if short and width is not None:
-            rooms = _allot_lines([len(lines) for lines in cells])
-            for at, (begin, lines, room) in enumerate(zip(begins, cells, rooms, strict=True)):
-                if len(lines) > room:
-                    indent = len(begin) if room == 1 else column + 2
-                    *head, last = lines[:room]
-                    cells[at] = [*head, f"{last[: max(0, width - indent - 2)].rstrip()} …"]
-        for begin, lines in zip(begins, cells, strict=True):
-            yield from (
-                f"{begin if at == 0 else ' ' * (column + 2)}{line}" for at, line in enumerate(lines)
-            )
+            limits = _allot_lines([len(lines) for lines in cells])
+            for label, lines, limit in zip(labels, cells, limits, strict=True):
+                if len(lines) > limit:
+                    num_free = width - (len(label) if limit == 1 else indent) - 2
+                    lines[limit - 1 :] = [f"{lines[limit - 1][: max(0, num_free)].rstrip()} …"]
+        for label, lines in zip(labels, cells, strict=True):
+            yield f"{label}{lines[0]}"
+            for line in lines[1:]:
+                yield f"{' ' * indent}{line}"
 
 
-def _allot_lines(needed: Sequence[int]) -> list[int]:
-    """Return the number of lines for each row: the number in `needed`, but at most `ROW_LINES`.
+def _allot_lines(line_counts: Sequence[int]) -> list[int]:
+    """Return the number of lines for each row: that in `line_counts`, but at most `MAX_ROW_LINES`.
 
-    If the table would then have more than `LINES` lines, rows are reduced to one line each,
+    If the table would then have more than `MAX_TABLE_LINES` lines, rows are reduced to one line,
     starting with the last row, until the table is short enough.
     """
-    rooms = [min(lines, ROW_LINES) for lines in needed]
-    for at in reversed(range(len(rooms))):
-        if sum(rooms) <= LINES:
+    limits = [min(count, MAX_ROW_LINES) for count in line_counts]
+    for index in reversed(range(len(limits))):
+        if sum(limits) <= MAX_TABLE_LINES:
             break
-        rooms[at] = 1
-    return rooms
+        limits[index] = 1
+    return limits
 
 
 def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
@@ -115,27 +120,27 @@ def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
     Space is left free at the start of each line for a label or indentation: `first` columns in the
     first line, and `others` columns in all other lines.
     """
-    filler = textwrap.TextWrapper(
+    wrapper = textwrap.TextWrapper(
         max(width, others + 20),
         initial_indent=" " * first,
         subsequent_indent=" " * others,
         break_on_hyphens=False,
     )
-    lines = filler.wrap(text.replace(ARROW, GLUED)) or [""]
+    lines = wrapper.wrap(text.replace(ARROW, GLUED_ARROW)) or [""]
     return [line.strip(" ").replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 ACCENT = "cyan"
 QUIET = "bright_black"
 STRONG = "bold"
-NARROW = 76  # columns; below this the header is stacked vertically
-REFRESHES = 4  # per second
+NARROW_WIDTH = 76  # columns; below this the header is stacked vertically
+REFRESH_RATE = 4  # per second
 SPARE_LINES = 2  # lines of the terminal kept free below the view: the cursor's and one more
-# Characters of the headline's sparkline: at most, and at least if it ends a line of text.
-SPARKS = 60
-LEAST_SPARKS = 8
-UNREAD = "the reader of the output has exited; the run continues, and log.txt in its directory has every line"
-FLAGGED = ("!", "yellow")  # replaces the tick if a metric is out of range
+# Width of the headline's sparkline: the maximum, and the minimum at the end of a line of text.
+MAX_SPARKLINE = 60
+MIN_SPARKLINE = 8
+BROKEN_PIPE_NOTE = "the reader of the output has exited; the run continues, and log.txt in its directory has every line"
+FLAGGED_MARK = ("!", "yellow")  # replaces the tick if a metric is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
@@ -178,8 +183,8 @@ class ProgressView(Protocol):
         """Show a completion that was sampled in a step."""
         ...
 
-    def show_activity(self, what: str) -> AbstractContextManager[None]:
-        """Show `what` as the current activity during the body of a `with` statement."""
+    def show_activity(self, activity: str) -> AbstractContextManager[None]:
+        """Show `activity` as the current activity during the body of a `with` statement."""
         ...
 
     def print_note(self, line: str) -> None:
@@ -193,11 +198,11 @@ class ProgressView(Protocol):
         """
         ...
 
-    def close(self, status: str, *, flagged: bool = False) -> list[str]:
+    def close(self, status: str, *, is_flagged: bool = False) -> list[str]:
         """Close the view and print a line that summarizes the run.
 
-        `status` is the outcome of the run, and `flagged` is True if a metric of the run is out of
-        range. Returns the lines to be written to the log file.
+        `status` is the outcome of the run, and `is_flagged` is True if a metric of the run is out
+        of range. Returns the lines to be written to the log file.
         """
         ...
 
@@ -233,16 +238,16 @@ class _PipeSafeConsole(Console):
     The run continues, and all lines are still written to log.txt.
     """
 
-    ends = False  # the run is stopping; Ctrl-C ends the reader of the pipe too
+    is_stopping = False  # the run was asked to stop: Ctrl-C ends the reader of the pipe too
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # later writes do not fail
-        os.close(nowhere)
-        if not self.ends:
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())  # later writes do not fail
+        os.close(null_device)
+        if not self.is_stopping:
             with suppress(OSError):
-                os.write(2, f"{UNREAD}\n".encode())
+                os.write(2, f"{BROKEN_PIPE_NOTE}\n".encode())
 
 
 def find_terminal_width() -> int | None:
@@ -288,7 +293,7 @@ class PlainView:
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
         """Ignore the sample, because completions are in samples.jsonl."""
 
-    def show_activity(self, what: str) -> AbstractContextManager[None]:
+    def show_activity(self, activity: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
@@ -296,11 +301,11 @@ class PlainView:
 
     def show_stop_request(self, line: str) -> None:
         if isinstance(self._console, _PipeSafeConsole):
-            self._console.ends = True
+            self._console.is_stopping = True
         with suppress(OSError):  # bypasses the console, which can be in the middle of a line
             os.write(2, f"\n{line}\n".encode())
 
-    def close(self, status: str, *, flagged: bool = False) -> list[str]:
+    def close(self, status: str, *, is_flagged: bool = False) -> list[str]:
         line = self._pace.format_summary(status)
         self.print_note(line)
         return [line]
@@ -319,7 +324,7 @@ class LiveView:
         self._sample: tuple[int, Mapping[str, Any]] | None = None
         self._activities: list[tuple[str, float]] = []
         self._stop_note: str | None = None
-        self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+        self._live = Live(self, console=console, refresh_per_second=REFRESH_RATE, transient=True)
         self._reflow = _ReflowHook(console)
 
     @property
@@ -343,8 +348,8 @@ class LiveView:
         self._sample = (step, row)
 
     @contextmanager
-    def show_activity(self, what: str) -> Iterator[None]:
-        entry = (what, time.monotonic())
+    def show_activity(self, activity: str) -> Iterator[None]:
+        entry = (activity, time.monotonic())
         self._activities.append(entry)
         try:
             yield
@@ -352,29 +357,29 @@ class LiveView:
             self._activities.remove(entry)
 
     def print_note(self, line: str) -> None:
-        # Without a live view lines are not wrapped, so that commands can be copied.
-        whole = not self._live.is_started
-        self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
+        # Lines are not wrapped without a live view, so that commands can be copied.
+        has_view = self._live.is_started
+        self._console.print(line, markup=False, highlight=False, soft_wrap=not has_view)
 
     def show_stop_request(self, line: str) -> None:
         # Shown at the next refresh: a signal handler must not write while the view is being drawn.
         self._stop_note = line
 
-    def close(self, status: str, *, flagged: bool = False) -> list[str]:
+    def close(self, status: str, *, is_flagged: bool = False) -> list[str]:
         if self._live.is_started:
             self._console.pop_render_hook()
         self._live.stop()
-        sign, colour = (
-            FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
-        )
-        parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
+        mark, colour = OUTCOMES.get(status, ("·", QUIET))
+        if is_flagged and status == "finished":
+            mark, colour = FLAGGED_MARK
+        parts = [Text.assemble((f"{mark} ", colour), (self._run, STRONG))]
         summary_parts = self._pace.format_summary_parts(status)
         *first, last = summary_parts
         parts += [Text(f"{part},") for part in first] + [Text(last)]
         lines = pack_lines(parts, self._console.width, " ", indent=2)
-        left = self._console.width - lines[-1].cell_len - 2
-        if left >= LEAST_SPARKS:
-            lines[-1].append(f"  {draw_sparkline(self._pace.values, min(24, left))}", ACCENT)
+        num_free = self._console.width - lines[-1].cell_len - 2
+        if num_free >= MIN_SPARKLINE:
+            lines[-1].append(f"  {draw_sparkline(self._pace.values, min(24, num_free))}", ACCENT)
         for line in lines:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         return [", ".join(summary_parts)]
@@ -384,26 +389,27 @@ class LiveView:
         options = options.update(height=None)
         first = [self._render_head(width), self._render_numbers(width)]
         last = self._render_activity(width)
-        taken = console.render_lines(_group_renderables(*first, last), options)
-        room = console.size.height - len(taken) - SPARE_LINES
-        calls = self._render_calls(width, min(8, room - 1))
-        room -= calls.row_count if calls is not None else 0
-        picture = _group_renderables(
-            *first, calls, last, self._render_completion(width, min(6, room - 1))
+        fixed_lines = console.render_lines(_group_renderables(*first, last), options)
+        num_free = console.size.height - len(fixed_lines) - SPARE_LINES
+        calls = self._render_calls(width, min(8, num_free - 1))
+        num_free -= calls.row_count if calls is not None else 0
+        content = _group_renderables(
+            *first, calls, last, self._render_completion(width, min(6, num_free - 1))
         )
-        drawn = console.render_lines(picture, options, pad=False)
-        self._reflow.record_drawn([Segment.get_line_length(line) for line in drawn])
-        for line in drawn:
+        lines = console.render_lines(content, options, pad=False)
+        self._reflow.record_drawn([Segment.get_line_length(line) for line in lines])
+        for line in lines:
             yield from line
             yield Segment.line()
         # Room for the cursor and for the echo of typed characters, such as ^C.
         yield Segment(" ")
 
     def _render_head(self, width: int) -> RenderableType:
+        """Render the run's name, its step, a progress bar and the elapsed and remaining time."""
         pace = self._pace
-        left = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
-        where = [pace.format_step()] if pace.latest or pace.done else ["starting"]
-        where += [f"epoch {pace.epoch:.2f}"] if pace.latest else []
+        title = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
+        position = [pace.format_step()] if pace.latest or pace.done else ["starting"]
+        position += [f"epoch {pace.epoch:.2f}"] if pace.latest else []
         times = [f"{format_duration(pace.elapsed)} elapsed"]
         if pace.remaining is not None:
             times.append(f"{format_duration(pace.remaining)} left")
@@ -415,20 +421,21 @@ class LiveView:
         )
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        if width < NARROW:
-            grid.add_row(left)
+        if width < NARROW_WIDTH:
+            grid.add_row(title)
             grid.add_row(bar)
             for line in pack_lines(
-                [Text(part, QUIET) for part in (*where, *times)], width, "  ·  "
+                [Text(part, QUIET) for part in (*position, *times)], width, "  ·  "
             ):
                 grid.add_row(line)
             return grid
         grid.add_column(justify="right", no_wrap=True)
-        grid.add_row(left, "  ·  ".join(where))
+        grid.add_row(title, "  ·  ".join(position))
         grid.add_row(bar, Text("  ·  ".join(times), QUIET))
         return grid
 
     def _render_numbers(self, width: int) -> RenderableType | None:
+        """Render the latest metrics; None before the first step."""
         pace = self._pace
         if not pace.done or not pace.latest:
             return None
@@ -441,7 +448,8 @@ class LiveView:
             )
             best = f"  best {format_number(pace.best)}"
             line.append(
-                draw_sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT
+                draw_sparkline(pace.values, min(MAX_SPARKLINE, width - line.cell_len - len(best))),
+                ACCENT,
             )
             line.append(best, QUIET)
             lines.append(_set_ellipsis(line))
@@ -480,15 +488,15 @@ class LiveView:
         table.add_column(justify="right", style=QUIET, no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_row("", "", "", "")
-        top = max(seconds.values()) or 1.0
-        whole = sum(seconds.values()) or 1.0
-        times = {name: f"{seconds[name]:.2f} s" for name in names}
-        room = (
-            width - max(map(len, names.values())) - max(map(len, times.values())) - len("100%") - 6
-        )
+        longest_seconds = max(seconds.values()) or 1.0
+        total = sum(seconds.values()) or 1.0
+        durations = {name: f"{seconds[name]:.2f} s" for name in names}
+        text_width = max(map(len, names.values())) + max(map(len, durations.values()))
+        bar_width = width - text_width - len("100%") - 6
         for name, label in names.items():
-            bar = Text("━" * max(1, round(room * seconds[name] / top)), ACCENT, overflow="crop")
-            table.add_row(label, times[name], f"{seconds[name] / whole:.0%}", bar)
+            num_characters = max(1, round(bar_width * seconds[name] / longest_seconds))
+            bar = Text("━" * num_characters, ACCENT, overflow="crop")
+            table.add_row(label, durations[name], f"{seconds[name] / total:.0%}", bar)
         return table
 
     def _render_activity(self, width: int) -> RenderableType | None:
@@ -497,33 +505,32 @@ class LiveView:
         else:
             lines = []
         if self._activities:
-            what, began = self._activities[-1]
-            lines.append(
-                Text.assemble(
-                    ("▸ ", ACCENT), what, (f"  {format_duration(time.monotonic() - began)}", QUIET)
-                )
-            )
+            activity, began = self._activities[-1]
+            duration = format_duration(time.monotonic() - began)
+            lines.append(Text.assemble(("▸ ", ACCENT), activity, (f"  {duration}", QUIET)))
         return Group(Text(), *map(_set_ellipsis, lines)) if lines else None
 
-    def _render_completion(self, width: int, lines: int) -> RenderableType | None:
-        """Render the latest sampled prompt and completion, cut to the space available."""
-        if self._sample is None or lines < 2:
+    def _render_completion(self, width: int, max_lines: int) -> RenderableType | None:
+        """Render the latest sampled prompt and completion, cut to at most `max_lines` lines.
+
+        Returns None if there is no sample or too little space.
+        """
+        if self._sample is None or max_lines < 2:
             return None
         step, row = self._sample
         caption = f"step {step}"
         reward = row.get("reward")
         if isinstance(reward, int | float):
             caption += f" · reward {format_number(float(reward))}"
-        room = (lines - 1) * max(20, width - 1)
+        num_characters = (max_lines - 1) * max(20, width - 1)
         completion = " ".join(str(row.get("completion", "")).split())
         prompt = " ".join(str(row.get("prompt", "")).split())
-        space = max(room - min(len(completion), room * 2 // 3) - 2, 20)
-        prompt_text = prompt if len(prompt) <= space else f"…{prompt[-space + 1 :]}"
-        rest = max(20, room - len(prompt_text) - 2)
-        text = Text.assemble(
-            (f"{prompt_text} ", QUIET),
-            completion if len(completion) <= rest else f"{completion[: rest - 1]}…",
-        )
+        prompt_space = max(num_characters - min(len(completion), num_characters * 2 // 3) - 2, 20)
+        prompt_text = prompt if len(prompt) <= prompt_space else f"…{prompt[-prompt_space + 1 :]}"
+        completion_space = max(20, num_characters - len(prompt_text) - 2)
+        if len(completion) > completion_space:
+            completion = f"{completion[: completion_space - 1]}…"
+        text = Text.assemble((f"{prompt_text} ", QUIET), completion)
         return Group(
             Text(), Rule(Text(f"a completion, {caption}", QUIET), align="left", style=QUIET), text
         )
@@ -538,17 +545,17 @@ class _ReflowHook(RenderHook):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lengths: list[int] = []  # widths in columns of the lines on the screen
+        self._widths: list[int] = []  # widths in columns of the lines on the screen
 
-    def record_drawn(self, lengths: list[int]) -> None:
-        self._lengths = lengths
+    def record_drawn(self, widths: list[int]) -> None:
+        self._widths = widths
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        width = max(1, self._console.width)
-        more = sum(max(0, (length - 1) // width) for length in self._lengths)
-        self._lengths = []
-        wipe = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * more
-        return [Control(*wipe), *renderables] if more else renderables
+        terminal_width = max(1, self._console.width)
+        num_leftover = sum(max(0, (width - 1) // terminal_width) for width in self._widths)
+        self._widths = []
+        controls = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * num_leftover
+        return [Control(*controls), *renderables] if num_leftover else renderables
 
 
 def elide_middle(text: str, width: int) -> str:
@@ -558,25 +565,26 @@ def elide_middle(text: str, width: int) -> str:
     """
     if len(text) <= width:
         return text
-    end = max(0, (width - 1) * 2 // 3)
-    return f"{text[: max(0, width - 1 - end)]}…{text[len(text) - end :]}"
+    num_last = max(0, (width - 1) * 2 // 3)
+    return f"{text[: max(0, width - 1 - num_last)]}…{text[len(text) - num_last :]}"
 
 
-def pack_lines(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
+def pack_lines(parts: Sequence[Text], width: int, separator: str, *, indent: int = 0) -> list[Text]:
     """Join the parts into as few lines as possible, without breaking any part.
 
-    `between` separates the parts of a line. Lines after the first are indented by `indent`.
+    `separator` separates the parts of a line. Lines after the first are indented by `indent`.
     """
     lines: list[Text] = []
     for part in parts:
-        if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
-            lines[-1] = Text.assemble(lines[-1], between, part)
+        if lines and lines[-1].cell_len + len(separator) + part.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], separator, part)
         else:
             lines.append(Text.assemble(" " * indent if lines else "", part))
     return [_set_ellipsis(line) for line in lines]
 
 
 def _group_renderables(*parts: RenderableType | None) -> Group:
+    """Group the parts that are not None."""
     return Group(*(part for part in parts if part is not None))
 
 

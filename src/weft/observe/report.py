@@ -50,7 +50,7 @@ def render_lede(run: RunFiles) -> str:
     if epochs := run.get_series("epoch")[1]:
         parts.append(f"{format_count(round(epochs[-1], 3), 'epoch')} of data")
     text = ", ".join(parts) + (f", {format_duration(seconds)} of training." if seconds else ".")
-    sentences = [describe_course(run, name) for name in choose_headlines(run)]
+    sentences = [describe_change(run, name) for name in choose_headlines(run)]
     if run.best is not None:
         sentences.append(f"The best checkpoint is <b>{escape(run.best.format_text())}</b>.")
     return " ".join([escape(text), *sentences])
@@ -62,47 +62,49 @@ def choose_headlines(run: RunFiles) -> list[str]:
     A metric that the run does not have is left out.
     """
     name = find_headline(run.metric_names, run.record.get("algorithm"))
-    evaluated = find_evaluation(name, run.metric_names)
-    return [each for each in (evaluated, name) if each is not None]
+    evaluation = find_evaluation(name, run.metric_names)
+    return [metric for metric in (evaluation, name) if metric is not None]
 
 
-def describe_course(run: RunFiles, name: str) -> str:
-    """Return a sentence on how a metric developed: first, last and best value, and the noise.
+def describe_change(run: RunFiles, name: str) -> str:
+    """Return a sentence with the first, last and best value of a metric, and the noise.
 
     The values are means over several steps.
     """
     steps, values = run.get_series(name)
-    what = escape(find_title(name))
-    what = what[0].upper() + what[1:]
+    title = escape(find_title(name))
+    title = title[0].upper() + title[1:]
     if len(values) == 1:
-        return f"{what} is <b>{format_number(values[0])}</b>."
+        return f"{title} is <b>{format_number(values[0])}</b>."
     rows = run.get_series(ROWS)[1]
-    course = pace.compute_change(values, name, rows[-1] if rows else None)
-    good, at = pace.find_best(name, values)
+    change = pace.compute_change(values, name, rows[-1] if rows else None)
+    best, best_index = pace.find_best(name, values)
     return (
-        f"{what} went from {format_number(course.first)} to <b>{format_number(course.last)}</b> "
-        f"({escape(course.format_text())}); best "
-        f"{format_number(good)} at step {format_number(steps[at])}."
+        f"{title} went from {format_number(change.first)} to <b>{format_number(change.last)}</b> "
+        f"({escape(change.format_text())}); best "
+        f"{format_number(best)} at step {format_number(steps[best_index])}."
     )
 
 
-def render_status(word: str, *, flagged: bool = False) -> str:
-    """Render a run's status. With `flagged`, a mark shows that a metric is out of range."""
-    kind = f"{word} flagged" if flagged else word
-    return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
+def render_status(status: str, *, is_flagged: bool = False) -> str:
+    """Render a run's status; a mark shows that a metric is out of range (`is_flagged`)."""
+    style = f"{status} flagged" if is_flagged else status
+    return (
+        f'<span class="status {escape(style)}">{escape(status)}{" !" if is_flagged else ""}</span>'
+    )
 
 
 def render_verdict(diagnosis: RunDiagnosis | None) -> str:
     """Render a diagnosis as a line at the top of the report; "" if `diagnosis` is None."""
     if diagnosis is None:
         return ""
-    kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")
-    return f'<p class="diagnosis {kind}"><b>{word}:</b> {escape(diagnosis.summary)}</p>'
+    style, heading = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")
+    return f'<p class="diagnosis {style}"><b>{heading}:</b> {escape(diagnosis.summary)}</p>'
 
 
-def format_count(value: float, word: str) -> str:
+def format_count(value: float, noun: str) -> str:
     """Format a number with a noun in singular or plural, such as `1 step` or `2 steps`."""
-    return f"{format_number(value)} {word if value == 1 else f'{word}s'}"
+    return f"{format_number(value)} {noun if value == 1 else f'{noun}s'}"
 
 
 def render_tiles(run: RunFiles) -> str:
@@ -114,16 +116,17 @@ def render_tiles(run: RunFiles) -> str:
 
 
 def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, value, note) of each tile."""
     if not run.lines:
         return
     # Headline metrics and KL.
     for name in choose_headlines(run):
         _, values = run.get_series(name)
-        good, _ = pace.find_best(name, values)
+        best, _ = pace.find_best(name, values)
         yield (
             find_title(name),
             format_number(values[-1] if name.startswith(EVAL) else pace.compute_end_mean(values)),
-            f"best {format_number(good)}",
+            f"best {format_number(best)}",
         )
     kl = next((metric for metric in run.metric_names if get_last_part(metric) == "kl"), None)
     if kl is not None:
@@ -191,14 +194,17 @@ def build_page(
 
     If `live` is empty, the page never changes. Otherwise, `live` identifies this version of the
     page, and the page updates itself when the version changes. `home` is the target of the logo's
-    link. `reader` reads the results of evaluations; a reader that is kept reads each file once.
+    link. `reader` reads the results of evaluations; if the caller keeps it, each file is read only
+    once.
     """
     run_charts = charts.build_charts(run)
-    main = choose_headlines(run)[:1]
-    hero = next(
-        (chart for chart in run_charts if any(line.name in main for line in chart.lines)), None
+    headlines = choose_headlines(run)[:1]
+    main_chart = next(
+        (chart for chart in run_charts if any(line.name in headlines for line in chart.lines)), None
     )
-    drawn = ([hero] if hero else []) + [chart for chart in run_charts if chart is not hero]
+    ordered_charts = ([main_chart] if main_chart else []) + [
+        chart for chart in run_charts if chart is not main_chart
+    ]
     completions_html, tokens = completions.render_completions(run) if run.samples else ("", [])
     spans = timing.SpansByStep.from_spans(run.spans)
     experiment, trial = run.title
@@ -213,9 +219,9 @@ def build_page(
         )
     return Page(
         title=f"{experiment}/{trial}",
-        top=_render_hero(run, hero),
+        top=_render_hero(run, main_chart),
         sections=[
-            PageSection("curves", "Curves", render_curves(drawn, 1 if hero else 0)),
+            PageSection("curves", "Curves", render_curves(ordered_charts, 1 if main_chart else 0)),
             PageSection("evaluations", "Evaluations", evaluations),
             PageSection("filmstrip", "Fixed prompts", render_filmstrip(run.answers)),
             PageSection("completions", completions.choose_heading(run), completions_html),
@@ -228,7 +234,7 @@ def build_page(
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from <code>{escape(str(run.directory))}</code>",
         data={
-            **charts.build_page_data(drawn, [run]),
+            **charts.build_page_data(ordered_charts, [run]),
             "tokens": tokens,
             "timeline": spans.build_data(),
         },
@@ -238,11 +244,12 @@ def build_page(
 
 
 def _render_hero(run: RunFiles, chart: Chart | None) -> str:
+    """Render the first screen: summary, diagnosis, headline chart and tiles."""
     experiment, trial = run.title
     curve = charts.render_chart(chart, 0, large=True) if chart else ""
     tiles = render_tiles(run)
     diagnosis = run.diagnosis
-    mark = render_status(run.status, flagged=diagnosis is not None and not diagnosis.is_sound)
+    mark = render_status(run.status, is_flagged=diagnosis is not None and not diagnosis.is_sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
         f'<p class="eyebrow">{escape(experiment)}{mark}</p>'
@@ -252,32 +259,32 @@ def _render_hero(run: RunFiles, chart: Chart | None) -> str:
     )
 
 
-def render_curves(drawn: Sequence[Chart], skip: int) -> str:
+def render_curves(run_charts: Sequence[Chart], skip: int) -> str:
     """Render all charts except the first `skip`. Less informative charts are shown after a click."""
-    place = {id(chart): index for index, chart in enumerate(drawn)}
-    telling, rest = charts.split_charts(drawn[skip:])
-    if not drawn:
+    index_by_chart = {id(chart): index for index, chart in enumerate(run_charts)}
+    informative, rest = charts.split_charts(run_charts[skip:])
+    if not run_charts:
         return ""
-    many = any(len(line.x) >= 20 for chart in drawn for line in chart.lines)
-    more = f'<div class="charts">{"".join(charts.render_chart(chart, place[id(chart)]) for chart in rest)}</div>'
+    has_long_curve = any(len(line.x) >= 20 for chart in run_charts for line in chart.lines)
+    more = f'<div class="charts">{"".join(charts.render_chart(chart, index_by_chart[id(chart)]) for chart in rest)}</div>'
     return (
-        _render_controls(many)
-        + f'<div class="charts">{"".join(charts.render_chart(chart, place[id(chart)]) for chart in telling)}</div>'
+        _render_controls(has_long_curve)
+        + f'<div class="charts">{"".join(charts.render_chart(chart, index_by_chart[id(chart)]) for chart in informative)}</div>'
         + (render_folded(f"<b>{len(rest)}</b> more", more, "more curves") if rest else "")
     )
 
 
-def _render_controls(many: bool) -> str:
+def _render_controls(has_long_curve: bool) -> str:
     """Render the controls for all curves: smoothing, x axis, log scale and reset.
 
-    `many` is True if a curve has many points; otherwise, the smoothing control is left out.
+    `has_long_curve` is True if a curve has many points; otherwise, smoothing is left out.
     """
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'
         "<output>0.60</output></label>"
     )
     return (
-        f'<div class="tools axes js" hidden>{slider if many else ""}'
+        f'<div class="tools axes js" hidden>{slider if has_long_curve else ""}'
         '<label>Across <select id="x"><option value="step">steps</option><option value="tokens">tokens</option>'
         '<option value="time">time</option></select></label>'
         '<label><input id="log-scale" type="checkbox"> log scale</label>'
@@ -287,15 +294,15 @@ def _render_controls(many: bool) -> str:
 
 
 def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
-    share = timing.render_shares(run) if timing.compute_shares(run) else ""
-    gantt = timing.render_gantt(spans) if spans.listed else ""
-    parts = [f'<div class="card"><h3>Seconds of a step</h3>{share}</div>' if share else ""]
+    shares = timing.render_shares(run) if timing.compute_shares(run) else ""
+    gantt = timing.render_gantt(spans) if spans.by_step else ""
+    parts = [f'<div class="card"><h3>Seconds of a step</h3>{shares}</div>' if shares else ""]
     parts.append(f'<div class="card wide"><h3>What ran when</h3>{gantt}</div>' if gantt else "")
-    pair = f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
-    compared = predicted.render_comparison(run)
-    if compared and run.plan is None:  # otherwise the plan shows it
-        pair += f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>'
-    return pair
+    content = f'<div class="pair">{"".join(parts)}</div>' if shares or gantt else ""
+    comparison = predicted.render_comparison(run)
+    if comparison and run.plan is None:  # otherwise the plan shows it
+        content += f'<div class="card"><h3>Predicted and measured</h3>{comparison}</div>'
+    return content
 
 
 def _render_machine(run: RunFiles) -> str:
@@ -313,10 +320,10 @@ def _embed_graph(svg: str) -> str:
     There are two images, one for light and one for dark backgrounds, because not every browser
     passes the page's colour scheme to an image. Both images have a transparent background.
     """
-    bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
+    transparent = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
     images = []
     for kind in ("not all", "all"):
-        image = bare.replace(DARK, f"@media {kind}").encode("utf-8", errors="replace")
+        image = transparent.replace(DARK, f"@media {kind}").encode("utf-8", errors="replace")
         images.append(f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}")
     light, dark = images
     return (
@@ -327,11 +334,11 @@ def _embed_graph(svg: str) -> str:
     )
 
 
-SECONDS = 30.0  # minimum time between two reports
-SHARE = 20.0  # a report that takes a second is built every 20 seconds at most
-# Bytes of a run's files. Up to here a report takes less than 0.1 s, and the run builds it itself.
-LARGE = 1_000_000
-NICE = 10  # niceness of the process that builds the report
+MIN_INTERVAL = 30.0  # minimum seconds between two reports
+MIN_INTERVAL_FACTOR = 20.0  # minimum time between two reports, as a multiple of the build time
+# Up to this size of the run's files, building a report takes less than 0.1 s, and the run does it.
+MAX_BYTES_IN_PROCESS = 1_000_000
+NICENESS = 10  # niceness of the process that builds the report
 
 
 class ReportProcess(Protocol):
@@ -343,36 +350,38 @@ class ReportProcess(Protocol):
 
 
 def start(directory: Path) -> ReportProcess:
-    """Start a process that builds the report and does not receive Ctrl-C from the terminal."""
+    """Start a process that builds the report, and that Ctrl-C in the terminal does not reach."""
     command = [sys.executable, "-m", "weft.observe.report", str(directory)]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+    null_device = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, stdin=null_device, stdout=null_device, stderr=null_device, process_group=0
+    )
 
 
 class ReportRenewal:
     """Builder that keeps the report of one run up to date.
 
-    A failed build does not stop the run. The first time that a build fails, `tell` is called with a
-    message.
+    A failed build does not stop the run. The first time that a build fails, `tell_user` is called
+    with a message.
     """
 
     def __init__(
         self,
         directory: Path,
-        tell: Callable[[str], None],
+        tell_user: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         build: Callable[[Path, str | None], Any] = build_report,
         start: Callable[[Path], ReportProcess] = start,
     ) -> None:
         self._directory = directory
-        self._tell = tell
+        self._tell_user = tell_user
         self._clock = clock
         self._build = build
         self._start = start
         self._process: ReportProcess | None = None
-        self._began: float | None = None
-        self._cost = 0.0  # seconds the last build took
+        self._build_start: float | None = None
+        self._build_seconds = 0.0  # duration of the last build
         self._failure_reported = False
 
     def renew_if_due(self) -> None:
@@ -382,28 +391,28 @@ class ReportRenewal:
         """
         # Check a build in progress.
         if self._process is not None:
-            code = self._process.poll()
-            if code is None:
+            exit_code = self._process.poll()
+            if exit_code is None:
                 # An upper bound, since a step can take longer than the build.
-                self._cost = self._clock() - (self._began or 0.0)
+                self._build_seconds = self._clock() - (self._build_start or 0.0)
                 return
             self._process = None
-            if code:
-                self._report_failure(f"the process that builds it ended with exit code {code}")
+            if exit_code:
+                self._report_failure(f"the process that builds it ended with exit code {exit_code}")
         # Wait if the last build was too recent.
-        if self._began is not None and self._clock() - self._began < max(
-            SECONDS, SHARE * self._cost
+        if self._build_start is not None and self._clock() - self._build_start < max(
+            MIN_INTERVAL, MIN_INTERVAL_FACTOR * self._build_seconds
         ):
             return
-        self._began = self._clock()
+        self._build_start = self._clock()
         files = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        if size + count_result_bytes(self._directory) > LARGE:
+        num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        if num_bytes + count_result_bytes(self._directory) > MAX_BYTES_IN_PROCESS:
             self._process = self._start(self._directory)
-            self._cost = 0.0
+            self._build_seconds = 0.0
         else:
-            self._build_here(None)
-            self._cost = self._clock() - self._began
+            self._build_in_process(None)
+            self._build_seconds = self._clock() - self._build_start
 
     def stop(self) -> None:
         """Kill the process of a build in progress. The previous report remains intact."""
@@ -415,27 +424,27 @@ class ReportRenewal:
     def finish(self, status: str) -> None:
         """Build the final report with `status`, the outcome of the run."""
         self.stop()
-        self._build_here(status)
+        self._build_in_process(status)
 
-    def _build_here(self, status: str | None) -> None:
+    def _build_in_process(self, status: str | None) -> None:
         with ThreadPoolExecutor(1) as pool:  # the future catches every exception
-            trouble = pool.submit(self._build, self._directory, status).exception()
-        if trouble is not None:
-            self._report_failure(f"{type(trouble).__name__}: {trouble}")
+            error = pool.submit(self._build, self._directory, status).exception()
+        if error is not None:
+            self._report_failure(f"{type(error).__name__}: {error}")
 
-    def _report_failure(self, why: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         if not self._failure_reported:
             self._failure_reported = True
-            self._tell(f"report.html could not be built ({why}); the run is not affected")
+            self._tell_user(f"report.html could not be built ({reason}); the run is not affected")
 
 
-def main(words: Sequence[str]) -> int:
-    """Build the report of the run `words[0]` at low priority.
+def main(arguments: Sequence[str]) -> int:
+    """Build the report of the run `arguments[0]` at low priority.
 
     Called by `python -m weft.observe.report RUN_DIR`.
     """
-    os.nice(NICE)
-    build_report(Path(words[0]))
+    os.nice(NICENESS)
+    build_report(Path(arguments[0]))
     return 0
 
 

@@ -1,7 +1,6 @@
-"""Reader of a run's directory for the report. Any of the files can be missing.
+"""Reader of a run's directory, any file of which can be missing, and the record `run.json`.
 
-Among them is `run.json`, the record of a run: command, folder and software of each process that
-worked on it.
+The record has the command, folder and software of each process that worked on the run.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from weft.observe.best import BestRecord
 from weft.observe.diagnosis import RunDiagnosis, diagnose_run
 from weft.observe.jsonl import clean_value, read_config, read_json, read_rows
 from weft.observe.metrics import LARGEST, LAST_TIME, is_finite, is_step
-from weft.observe.sample_rows import FILE as FILMSTRIP
-from weft.observe.sample_rows import SAMPLES, read_samples
+from weft.observe.sample_rows import EVAL_PROMPTS, SAMPLES, read_samples
 from weft.observe.shown_plan import ShownPlan, read_plan
 from weft.observe.timeline import TimelineSpan, read_spans
 from weft.redaction import mask_values, redact
@@ -37,15 +35,16 @@ PROFILE = "profile"  # folder of the profiler's traces
 TIMELINE = "timeline.json"
 GRAPH = "graph.svg"
 LOG = "log.txt"
-KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
+# A directory with any of these files is a run.
+RUN_FILES = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 # Statuses that a run writes; a run without one is `unfinished`.
 STATUSES = ("running", "finished", "stopped", "failed")
-LOG_LINES = 400  # last lines of the log that the report shows
-NUMBERS = frozenset((float, int))
+MAX_LOG_LINES = 400  # number of last lines of the log in the report
+NUMBER_TYPES = frozenset((float, int))
 # Bytes read at each end of a timeline; the middle of a longer one is left out of the report.
 HEAD_BYTES = 1 << 20
 TAIL_BYTES = 3 << 20
-QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not count as running
+QUIET_SECONDS = 600.0  # a run that has written nothing for longer does not count as running
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class RunFiles:
 
     `lines` are the rows of metrics.jsonl that have a step, oldest first. `samples` are the samples
     of a few steps, and `answers` the answers to the fixed prompts. `spans` are the timed spans of
-    the timeline. `record` is the content of run.json, which describes how the run was started.
+    the timeline. `record` is the content of run.json, which describes the starts of the run.
     """
 
     directory: Path
@@ -70,7 +69,7 @@ class RunFiles:
     record: Mapping[str, Any] = field(default_factory=dict)
     answers: Sequence[Mapping[str, Any]] = ()  # answers to the fixed prompts at several steps
     best: BestRecord | None = None  # best checkpoint, if the run has one
-    plan: ShownPlan | None = None  # simulated steps; a run whose speed is not known has none
+    plan: ShownPlan | None = None  # simulated steps; None if their duration is not predicted
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -83,13 +82,13 @@ class RunFiles:
                 f"{directory}: there is no such directory; give the folder of a run, such as "
                 f"runs/EXPERIMENT/TRIAL"
             )
-        if not any((directory / name).is_file() for name in KNOWN):
-            inside = sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}")) or [
+        if not any((directory / name).is_file() for name in RUN_FILES):
+            examples = sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}")) or [
                 "runs/EXPERIMENT/TRIAL"
             ]
             raise ConfigError(
-                f"{directory} contains no run (none of {', '.join(KNOWN)}); give the folder of a "
-                f"run, such as {inside[0]}"
+                f"{directory} contains no run (none of {', '.join(RUN_FILES)}); give the folder of a "
+                f"run, such as {examples[0]}"
             )
         return cls(
             directory=directory,
@@ -100,7 +99,7 @@ class RunFiles:
             config=_read_options(directory / CONFIG),
             log=[
                 redact(line)
-                for line in (_read_text(directory / LOG) or "").splitlines()[-LOG_LINES:]
+                for line in (_read_text(directory / LOG) or "").splitlines()[-MAX_LOG_LINES:]
             ],
             status=_read_status(directory),
             hardware=(_read_text(directory / HARDWARE) or "").strip(),
@@ -108,7 +107,7 @@ class RunFiles:
                 f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")
             ),
             record=mask_values(read_json(directory / RECORD)),
-            answers=list(read_rows(directory / FILMSTRIP)),
+            answers=list(read_rows(directory / EVAL_PROMPTS)),
             best=BestRecord.read(directory),
             plan=read_plan(directory),
         )
@@ -131,29 +130,29 @@ class RunFiles:
         million values.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
-        gaps = Counter[str]()
-        for (names, is_plain), group in itertools.groupby(self.lines, key=_find_shape):
+        num_not_finite = Counter[str]()
+        for (names, is_plain), group in itertools.groupby(self.lines, key=_describe_line):
             lines = list(group)
             steps = [float(line["step"]) for line in lines]
             # Lines with nulls, other types or huge integers are read value by value.
             if not is_plain:
                 for step, line in zip(steps, lines, strict=True):
                     for name, value in line.items():
-                        if type(value) in NUMBERS and -LARGEST < value < LARGEST:
+                        if type(value) in NUMBER_TYPES and -LARGEST < value < LARGEST:
                             _extend(columns, name, [step], [float(value)])
-                        elif value is None or type(value) in NUMBERS:
-                            gaps[name] += 1
+                        elif value is None or type(value) in NUMBER_TYPES:
+                            num_not_finite[name] += 1
                 continue
             # One array for all other lines of these metrics: [metrics, lines].
             matrix = np.array([list(line.values()) for line in lines], dtype=np.float64).T
-            drawn = np.abs(matrix) < LARGEST
-            for name, values, at in zip(names, matrix, drawn, strict=True):
-                if at.all():
+            is_finite_value = np.abs(matrix) < LARGEST
+            for name, values, mask in zip(names, matrix, is_finite_value, strict=True):
+                if mask.all():
                     _extend(columns, name, steps, values.tolist())
                 else:
-                    _extend(columns, name, itertools.compress(steps, at), values[at].tolist())
-                    gaps[name] += len(lines) - int(at.sum())
-        return {clean_value(name): column for name, column in columns.items()}, gaps
+                    _extend(columns, name, itertools.compress(steps, mask), values[mask].tolist())
+                    num_not_finite[name] += len(lines) - int(mask.sum())
+        return {clean_value(name): column for name, column in columns.items()}, num_not_finite
 
     @property
     def title(self) -> tuple[str, str]:
@@ -219,14 +218,15 @@ def is_quiet(directory: Path) -> bool:
     return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS
 
 
-def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metric names of a line, and whether all of its values fit in a float64 array.
+def _describe_line(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """Return (metric names of a line, True if all its values can be converted to float64).
 
-    They fit if each value is a float, or an integer whose absolute value is below `LARGEST`.
+    Values can be converted if each is a float, or an integer whose absolute value is below
+    `LARGEST`.
     """
     values = line.values()
-    is_plain = NUMBERS.issuperset(map(type, values)) and all(
-        abs(v) < LARGEST for v in values if type(v) is int
+    is_plain = NUMBER_TYPES.issuperset(map(type, values)) and all(
+        abs(value) < LARGEST for value in values if type(value) is int
     )
     return tuple(line), is_plain
 
@@ -237,10 +237,11 @@ def _extend(
     steps: Iterable[float],
     values: list[float],
 ) -> None:
+    """Append steps and values to a column, which is created unless `values` is empty."""
     if values:
-        known = columns.setdefault(name, ([], []))
-        known[0].extend(steps)
-        known[1].extend(values)
+        column = columns.setdefault(name, ([], []))
+        column[0].extend(steps)
+        column[1].extend(values)
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ class RunStart:
     """Information about one start of a run. A run that is resumed has several starts.
 
     `step` is the number of steps that were done before this start. `commit` is the commit of weft's
-    checkout, if weft is run from one.
+    checkout, or "" if weft is not run from a checkout.
     """
 
     time: float  # seconds since the epoch
@@ -259,7 +260,7 @@ class RunStart:
     hardware: str = ""
     commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    forecast: str = ""  # what the predicted duration of a step is based on
+    forecast: str = ""  # basis of the predicted duration of a step
 
 
 @dataclass(frozen=True)
@@ -278,12 +279,12 @@ class RunRecord:
     def read(cls, run: Path) -> RunRecord:
         """Read the record of a run. Fields that cannot be read keep their defaults."""
         record = read_json(run / RECORD)
-        listed = record.get("starts")
-        starts = [
-            start
-            for each in (listed if isinstance(listed, list) else [])
-            if (start := _start(each)) is not None
-        ]
+        recorded = record.get("starts")
+        starts = []
+        for entry in recorded if isinstance(recorded, list) else []:
+            start = _parse_start(entry)
+            if start is not None:
+                starts.append(start)
         total = record.get("total_steps")
         algorithm = record.get("algorithm")
         chosen = record.get("chosen")
@@ -299,7 +300,8 @@ class RunRecord:
         return asdict(self)
 
 
-def _start(value: Any) -> RunStart | None:
+def _parse_start(value: Any) -> RunStart | None:
+    """Return one start of a run.json; None if its time or step is invalid."""
     if not isinstance(value, Mapping):
         return None
     time: Any = value.get("time")
@@ -311,8 +313,8 @@ def _start(value: Any) -> RunStart | None:
     return RunStart(
         time=float(time),
         step=int(step),
-        command=[str(word) for word in command] if isinstance(command, list) else [],
-        versions={name: str(number) for name, number in versions.items()}
+        command=[str(argument) for argument in command] if isinstance(command, list) else [],
+        versions={name: str(version) for name, version in versions.items()}
         if isinstance(versions, Mapping)
         else {},
         **{

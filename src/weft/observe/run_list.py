@@ -22,14 +22,15 @@ from weft.observe.run_files import CONFIG, LOG, METRICS, RECORD, STATUS, STATUSE
 from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
-MARKS = (CONFIG, STATUS, METRICS, RECORD)
+RUN_MARKS = (CONFIG, STATUS, METRICS, RECORD)  # a folder with any of these files is a run
 TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl, enough for the last line of any run
-# Bytes up to which metrics.jsonl is read whole; of a longer one, half as much is read at each end.
-WHOLE_BYTES = 1 << 19
+# A metrics.jsonl of at most this many bytes is read completely; otherwise, half as many bytes are
+# read at each end.
+MAX_BYTES = 1 << 19
 SAMPLE_BYTES = 1 << 15  # bytes read at the end of samples.jsonl
 REWARD = "reward"
-KEY = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
-TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
+OPTION_LINE = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
+TOP_OPTION_LINE = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class RunSummary:
         return self.diagnosis not in (None, FINE)
 
 
-def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
+def list_runs(root: Path, is_alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
     """Return summaries of the runs in `root`, up to two levels below it, newest first.
 
-    `root` can itself be a run. `alive` returns whether a run with the status `running` has a live
-    process. Without `alive`, such a run counts as unfinished if it has written nothing for ten
-    minutes.
+    `root` can itself be a run. `is_alive` returns whether a run with the status `running` has a
+    live process. Without `is_alive`, such a run counts as unfinished if it has written nothing for
+    ten minutes.
     """
-    runs = [summarize(path, alive) for path in find_runs(root)]
+    runs = [summarize(path, is_alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
 
 
@@ -88,46 +89,47 @@ def find_runs(root: Path) -> Iterator[Path]:
     """
     level = [root]
     for _ in range(3):
-        below: list[Path] = []
+        next_level: list[Path] = []
         for folder in level:
             if is_run(folder):
                 yield folder
             else:
-                below += _list_folders(folder)
-        level = below
+                next_level += _list_folders(folder)
+        level = next_level
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder looks like the directory of a run."""
+    """Return whether a folder has any of the files in `RUN_MARKS`."""
     try:
-        return any((folder / name).is_file() for name in MARKS)
+        return any((folder / name).is_file() for name in RUN_MARKS)
     except OSError:  # no permission
         return False
 
 
 def _list_folders(folder: Path) -> list[Path]:
+    """Return the visible subfolders of a folder; none if it cannot be read."""
     try:
         return sorted(
-            p
-            for p in folder.iterdir()
-            if p.is_dir() and not p.is_symlink() and not p.name.startswith(".")
+            path
+            for path in folder.iterdir()
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
         )
     except OSError:
         return []
 
 
-def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
+def summarize(run: Path, is_alive: Callable[[Path], bool] | None = None) -> RunSummary:
     """Summarize one run, ignoring files that cannot be read.
 
-    See `list_runs` for `alive`.
+    See `list_runs` for `is_alive`.
     """
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
-    top = _read_top_keys(run / CONFIG)
+    top_options = _read_top_keys(run / CONFIG)
     lines = read_end_rows(run / METRICS)
-    named = record.get("algorithm")
-    algorithm = (named if isinstance(named, str) else "") or next(
-        (name for name in ALGORITHMS if name in top), None
+    recorded_algorithm = record.get("algorithm")
+    algorithm = (recorded_algorithm if isinstance(recorded_algorithm, str) else "") or next(
+        (name for name in ALGORITHMS if name in top_options), None
     )
     # The headline metric and the diagnosis.
     metric = find_leading(dict.fromkeys(name for line in lines for name in line), algorithm)
@@ -135,9 +137,9 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     diagnosis = diagnose(run, algorithm, lines)
     # Progress and status.
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
-    step = max((int(each) for each in steps if is_step(each)), default=None)
-    run_status = _find_status(run, status, alive)
-    total = _parse_whole(record.get("total_steps")) or _parse_whole(top.get("max_steps"))
+    step = max((int(candidate) for candidate in steps if is_step(candidate)), default=None)
+    run_status = _find_status(run, status, is_alive)
+    total = _parse_steps(record.get("total_steps")) or _parse_steps(top_options.get("max_steps"))
     folder = run.absolute()
     return RunSummary(
         path=run,
@@ -164,8 +166,8 @@ def diagnose(
     run has too few steps.
     """
     metrics = read_end_rows(run / METRICS) if lines is None else lines
-    rewarded = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
-    samples = read_end_rows(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
+    has_reward = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
+    samples = read_end_rows(run / SAMPLES, SAMPLE_BYTES) if has_reward else []
     return diagnose_run(metrics, algorithm, cache(lambda: _read_scalars(run / CONFIG)), samples)
 
 
@@ -175,26 +177,26 @@ def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> fl
     For an evaluation metric, this is the last value. For a training metric, it is the mean over the
     last steps.
     """
-    if (
-        metric is None
-        or not (there := [line[metric] for line in lines if metric in line])
-        or not is_finite(there[-1])
-    ):
+    if metric is None:
         return None
-    values = [float(each) for each in there if is_finite(each)]
+    recorded = [line[metric] for line in lines if metric in line]
+    if not recorded or not is_finite(recorded[-1]):
+        return None
+    values = [float(value) for value in recorded if is_finite(value)]
     return values[-1] if metric.startswith(EVAL) else pace.compute_end_mean(values)
 
 
 def _find_status(
-    run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None
+    run: Path, recorded: Mapping[str, Any], is_alive: Callable[[Path], bool] | None
 ) -> str:
-    status = str(written.get("status"))
+    """Return the run's status; `unfinished` if no process works on it any more."""
+    status = str(recorded.get("status"))
     if status not in STATUSES:
         return "unfinished"
     if status != "running":
         return status
-    works = alive(run) if alive is not None else not is_quiet(run)
-    return status if works else "unfinished"
+    is_running = is_alive(run) if is_alive is not None else not is_quiet(run)
+    return status if is_running else "unfinished"
 
 
 def _read_top_keys(config: Path) -> dict[str, str]:
@@ -203,7 +205,7 @@ def _read_top_keys(config: Path) -> dict[str, str]:
     Uses a regular expression, because parsing a hundred such files would take seconds.
     """
     try:
-        return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
+        return dict(TOP_OPTION_LINE.findall(read_text(config, str(config), most=MOST_YAML)))
     except UserError:
         return {}
 
@@ -220,23 +222,23 @@ def _read_scalars(config: Path) -> dict[str, Any]:
     except UserError:
         return {}
     options: dict[str, Any] = {}
-    # (indentation, mapping) of the groups around a line
-    inside: list[tuple[int, dict[str, Any]]] = [(-1, options)]
-    for indent, name, value in KEY.findall(text):
-        while len(inside) > 1 and inside[-1][0] >= len(indent):
-            inside.pop()
+    # (indentation, mapping) of the groups that contain the current line, outermost first
+    groups: list[tuple[int, dict[str, Any]]] = [(-1, options)]
+    for indent, name, value in OPTION_LINE.findall(text):
+        while len(groups) > 1 and groups[-1][0] >= len(indent):
+            groups.pop()
         if value.strip():
-            inside[-1][1][name] = _parse_scalar(value.strip())
+            groups[-1][1][name] = _parse_scalar(value.strip())
         else:
-            group = inside[-1][1][name] = {}
-            inside.append((len(indent), group))
+            group = groups[-1][1][name] = {}
+            groups.append((len(indent), group))
     return options
 
 
 def _parse_scalar(text: str) -> Any:
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return {"null": None, "true": True, "false": False}.get(text, text.strip("'\""))
@@ -250,37 +252,37 @@ def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
     return _read_ranges(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
-def read_end_rows(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
+def read_end_rows(path: Path, max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines file that have a step, oldest first.
 
-    If the file has more than `most` bytes, only rows near its start and its end are returned.
+    If the file has more than `max_bytes` bytes, only rows near its start and its end are returned.
     """
-    half = most // 2
+    half = max_bytes // 2
     return _read_ranges(
-        path, lambda size: [(0, size)] if size <= most else [(0, half), (size - half, size)]
+        path, lambda size: [(0, size)] if size <= max_bytes else [(0, half), (size - half, size)]
     )
 
 
 def _read_ranges(
-    path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
+    path: Path, choose_ranges: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines file that are completely inside given byte ranges.
 
-    `parts` is called with the size of the file in bytes, and returns the ranges as (start, stop)
-    pairs.
+    `choose_ranges` is called with the size of the file in bytes, and returns the ranges as (start,
+    stop) pairs.
     """
-    rows: list[str] = []
+    lines: list[str] = []
     if not path.is_file():
         return []
     try:
         with path.open("rb") as file:
-            for start, stop in parts(os.fstat(file.fileno()).st_size):
+            for start, stop in choose_ranges(os.fstat(file.fileno()).st_size):
                 file.seek(start)
-                rows += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
+                lines += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    read = map(read_row, rows)  # None for incomplete lines
-    return [clean_value(line) for line in read if line is not None]
+    parsed = map(read_row, lines)  # None for incomplete lines
+    return [clean_value(row) for row in parsed if row is not None]
 
 
 def count_tree_bytes(folder: Path) -> int:
@@ -289,20 +291,21 @@ def count_tree_bytes(folder: Path) -> int:
     A file with several hard links counts once. For a symbolic link, the size of the link itself is
     counted, not that of its target.
     """
-    seen: dict[tuple[int, int], int] = {}
-    for place, _, names in os.walk(folder):
+    sizes_by_inode: dict[tuple[int, int], int] = {}
+    for directory, _, names in os.walk(folder):
         for name in names:
             try:
-                stat = os.lstat(os.path.join(place, name))
+                stat = os.lstat(os.path.join(directory, name))
             except OSError:  # removed in the meantime
                 continue
-            seen[stat.st_dev, stat.st_ino] = stat.st_size
-    return sum(seen.values())
+            sizes_by_inode[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(sizes_by_inode.values())
 
 
 def _find_change_time(run: Path) -> float | None:
+    """Return the time of the last change of a run's files, in seconds since the epoch, or None."""
     times = []
-    for name in (*MARKS, LOG):
+    for name in (*RUN_MARKS, LOG):
         try:
             times.append((run / name).stat().st_mtime)
         except OSError:
@@ -310,7 +313,8 @@ def _find_change_time(run: Path) -> float | None:
     return max(times, default=None)
 
 
-def _parse_whole(value: Any) -> int | None:
+def _parse_steps(value: Any) -> int | None:
+    """Return a number of steps from JSON or text; None if it is not a valid one."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

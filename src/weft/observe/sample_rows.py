@@ -1,4 +1,7 @@
-"""Rows of `samples.jsonl` for reports, by prompt, and their filmstrip: one strip per prompt."""
+"""Rows of `samples.jsonl` for reports, grouped by prompt, and answers to fixed prompts over time.
+
+The answers are shown as a filmstrip, with one strip per prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from weft.observe.metrics import format_number, is_finite
 from weft.observe.page import escape_text
 
 SAMPLES = "samples.jsonl"
-STEPS = 12  # maximum steps that a report shows
-GROUPS = 6  # maximum groups for each step
+MAX_STEPS = 12  # maximum steps that a report shows
+MAX_GROUPS = 6  # maximum groups for each step
 STEP = re.compile(rb'\s*\{"step": (\d{1,15})[,}]')
-DETAILED = b'"tokens": ['
+DETAILED = b'"tokens": ['  # text of rows with per-token values
 T = TypeVar("T")
 
 
@@ -57,14 +60,14 @@ class SampleGroup:
         return values
 
 
-def pick(values: Sequence[T], count: int) -> list[T]:
+def pick_evenly(values: Sequence[T], count: int) -> list[T]:
     """Return at most `count` of `values`, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
 
 
-def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
+def read_samples(path: Path, steps: int = MAX_STEPS) -> list[dict[str, Any]]:
     """Return the rows of at most `steps` evenly spaced training steps from samples.jsonl.
 
     If some training steps have per-token values, only these steps and the last training step are
@@ -81,12 +84,19 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
                 lines.setdefault(step, []).append(line)
                 if DETAILED in line:
                     detailed_steps.add(step)
-    last = max(lines, default=0)
+    last_step = max(lines, default=0)
     if lines:
-        chosen = pick(sorted(detailed_steps | {last} if detailed_steps else lines), steps)
+        chosen_steps = pick_evenly(
+            sorted(detailed_steps | {last_step} if detailed_steps else lines), steps
+        )
     else:
-        chosen = []
-    return [row for step in chosen for line in lines[step] if (row := _parse_row(line)) is not None]
+        chosen_steps = []
+    return [
+        row
+        for step in chosen_steps
+        for line in lines[step]
+        if (row := _parse_row(line)) is not None
+    ]
 
 
 def _read_step(line: bytes) -> int | None:
@@ -94,9 +104,9 @@ def _read_step(line: bytes) -> int | None:
 
     If the line has the layout that weft writes, the step is found without parsing the whole line.
     """
-    known = STEP.match(line)
-    if known is not None:
-        return int(known[1])  # at most 15 digits
+    match = STEP.match(line)
+    if match is not None:
+        return int(match[1])  # at most 15 digits
     row = _parse_row(line)
     return None if row is None else int(row["step"])
 
@@ -107,32 +117,32 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def group_rows(
-    rows: Iterable[Mapping[str, Any]], most: int = GROUPS
+    rows: Iterable[Mapping[str, Any]], max_groups: int = MAX_GROUPS
 ) -> dict[float, list[SampleGroup]]:
-    """Group rows by step, and within a step by prompt, with at most `most` groups per step.
+    """Group rows by step, and within a step by prompt, with at most `max_groups` groups per step.
 
     Rows with the same `id` form one group. A row without an `id` forms a separate group.
     """
     rows_by_step: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
         id = row.get("id")
-        of_step = rows_by_step.setdefault(float(row["step"]), {})
-        key = f"id {id}" if id is not None else f"row {len(of_step)}"
-        of_step.setdefault(key, []).append(row)
+        rows_by_key = rows_by_step.setdefault(float(row["step"]), {})
+        key = f"id {id}" if id is not None else f"row {len(rows_by_key)}"
+        rows_by_key.setdefault(key, []).append(row)
     result: dict[float, list[SampleGroup]] = {}
-    for step, by_id in sorted(rows_by_step.items()):
+    for step, rows_by_key in sorted(rows_by_step.items()):
         result[step] = groups = []
-        for listed in list(by_id.values())[:most]:
-            id = listed[0].get("id")
-            if all(is_finite(row.get("rank")) for row in listed):
-                listed.sort(key=lambda row: row["rank"])  # answers from best to worst
-            groups.append(SampleGroup(step, None if id is None else str(id), listed))
+        for group in list(rows_by_key.values())[:max_groups]:
+            id = group[0].get("id")
+            if all(is_finite(row.get("rank")) for row in group):
+                group.sort(key=lambda row: row["rank"])  # answers from best to worst
+            groups.append(SampleGroup(step, None if id is None else str(id), group))
     return result
 
 
-FILE = "eval_prompts.jsonl"
-FRAMES = 12  # maximum steps of a strip, evenly spaced, including the first and the last
-STRIPS = 20  # maximum prompts
+EVAL_PROMPTS = "eval_prompts.jsonl"
+MAX_FRAMES = 12  # maximum steps of a strip, evenly spaced, including the first and the last
+MAX_STRIPS = 20  # maximum prompts
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -148,36 +158,38 @@ def render_filmstrip(rows: Rows) -> str:
             answers_by_prompt.setdefault(str(row.get("id")), {})[float(row["step"])] = row
     if not answers_by_prompt:
         return ""
-    steps = pick(
-        sorted({step for answers in answers_by_prompt.values() for step in answers}), FRAMES
+    steps = pick_evenly(
+        sorted({step for answers in answers_by_prompt.values() for step in answers}), MAX_FRAMES
     )
     strips = "".join(
-        _strip(answers, steps) for answers in list(answers_by_prompt.values())[:STRIPS]
+        _render_strip(answers, steps) for answers in list(answers_by_prompt.values())[:MAX_STRIPS]
     )
-    more = len(answers_by_prompt) - STRIPS
+    num_left_out = len(answers_by_prompt) - MAX_STRIPS
     note = (
         "The same prompts, answered greedily at several steps: scroll sideways. Answers that are "
         "the same as the one before "
         "are grey."
-    ) + (f" {more} more prompts are in {FILE}." if more > 0 else "")
+    ) + (f" {num_left_out} more prompts are in {EVAL_PROMPTS}." if num_left_out > 0 else "")
     return f'<p class="note">{note}</p>{strips}'
 
 
-def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
-    there = [answers[step] for step in steps if step in answers]
-    before = [None, *(row.get("completion") for row in there)]
+def _render_strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
+    """Render the answers to one prompt at several steps, side by side."""
+    rows = [answers[step] for step in steps if step in answers]
+    previous = [None, *(row.get("completion") for row in rows)]
     frames = "".join(
-        _render_frame(row, same=row.get("completion") == last)
-        for row, last in zip(there, before, strict=False)
+        _render_frame(row, is_same=row.get("completion") == previous_completion)
+        for row, previous_completion in zip(rows, previous, strict=False)
     )
-    prompt = escape_text(str(there[0].get("prompt") or "")) if there else ""
+    prompt = escape_text(str(rows[0].get("prompt") or "")) if rows else ""
     return (
         f'<article class="strip"><div class="prompt" tabindex="0" aria-label="prompt">{prompt}</div>'
         f'<ol class="frames" tabindex="0" role="list" aria-label="answers by step, scrolls sideways">{frames}</ol></article>'
     )
 
 
-def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
+def _render_frame(row: Mapping[str, Any], *, is_same: bool) -> str:
+    """Render one answer; `is_same` is True if it equals the answer before it."""
     completion = (
         escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     )
@@ -190,6 +202,6 @@ def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
     else:
         tokens = ""
     return (
-        f'<li class="frame{" same" if same else ""}"><b>Step {escape(format_number(float(row["step"])))}</b>'
+        f'<li class="frame{" same" if is_same else ""}"><b>Step {escape(format_number(float(row["step"])))}</b>'
         f'<div class="completion">{completion}</div><footer><span>{tokens}</span>{cut}</footer></li>'
     )

@@ -1,6 +1,6 @@
-"""Plan of a run as plain values: what `weft plan show` and a run's report show of it.
+"""Plan of a run as plain values, for `weft plan show` and for the run's report.
 
-The planner builds it, and a run stores it in `forecast.json`.
+The planner builds the plan, and a run stores it in `forecast.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.writing import write
 
 FORECAST = "forecast.json"
 CALL, HOST_FUNCTION, WEIGHTS = "call", "host", "weights"  # kinds of spans
-LARGEST = 1e18  # numbers of a sound plan are less
+MAX_NUMBER = 1e18  # numbers in a valid plan are smaller
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ShownCall:
         seconds: Duration.
         transfer_seconds: Time to move newly trained weights to its devices.
         moved_bytes: Bytes of these weights.
-        bound: The largest of the parts.
-        parts: Seconds by what takes them.
+        bound: Name of the largest part, or "".
+        parts: Seconds of each part of the duration, by name.
     """
 
     name: str
@@ -53,9 +53,9 @@ class ShownGroup:
 
     Attributes:
         name: Their ranks as text, such as `0-7`.
-        intervals: Ranks as pairs (first rank, rank after the last one).
-        memory: Bytes in use on each of the devices, as pairs (seconds, bytes) from which on they
-            are in use.
+        intervals: Ranks as pairs [first rank, rank after the last one].
+        memory: Memory in use on each of the devices over time, as pairs [seconds, bytes]; a value
+            holds until the next pair.
         capacity: Usable bytes of a device's memory, or None if they are not known.
     """
 
@@ -88,7 +88,7 @@ class ShownSpan:
         groups: Indices of its device groups.
         start: Seconds since the start of the first step.
         seconds: Duration.
-        note: What it waits for, as a phrase, or "".
+        note: Reason why it does not start earlier, as a phrase, or "".
     """
 
     name: str
@@ -109,15 +109,15 @@ class ShownPlan:
         device: Name of the devices.
         num_devices: Number of devices.
         per_node: Number of devices per machine.
-        step_seconds: Duration of a step once steps repeat.
+        step_seconds: Duration of a step in the steady state.
         num_tokens: Tokens of a step.
         max_staleness: Number of steps by which sampling can be ahead of training.
         step_ends: Time at which each simulated step ends, in seconds.
         groups: Devices.
         calls: Calls, in the order of the graph.
         spans: Activities of the simulated steps, by start.
-        assumptions: Pairs (what is assumed, value).
-        basis: What the forecast is based on.
+        assumptions: Pairs [assumed quantity, value].
+        basis: Basis of the forecast, as a phrase.
         left_out: Roles whose calls are not included.
         notes: Messages to the user.
     """
@@ -140,7 +140,7 @@ class ShownPlan:
 
     @property
     def fullest(self) -> ShownGroup:
-        """Devices with the least memory left."""
+        """Group of devices that needs the largest share of its memory."""
         return max(self.groups, key=lambda group: group.peak_bytes / (group.capacity or 1.0))
 
     @property
@@ -149,24 +149,24 @@ class ShownPlan:
         return max([*self.step_ends, *(span.start + span.seconds for span in self.spans)])
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the plan as plain values, as JSON can hold them."""
+        """Return the plan as plain values that JSON can represent."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, value: Any) -> ShownPlan:
-        """Return the plan of the values that `to_plain` returns.
+        """Build a plan from the result of `to_plain`.
 
         Raises `ValueError` if a value is missing or has another type.
         """
         row = _read_fields(cls, value)
-        row["groups"] = [ShownGroup(**_read_fields(ShownGroup, each)) for each in row["groups"]]
-        row["calls"] = [ShownCall(**_read_fields(ShownCall, each)) for each in row["calls"]]
-        row["spans"] = [ShownSpan(**_read_fields(ShownSpan, each)) for each in row["spans"]]
+        row["groups"] = [ShownGroup(**_read_fields(ShownGroup, item)) for item in row["groups"]]
+        row["calls"] = [ShownCall(**_read_fields(ShownCall, item)) for item in row["calls"]]
+        row["spans"] = [ShownSpan(**_read_fields(ShownSpan, item)) for item in row["spans"]]
         plan = cls(**row)
-        used = {number for call in plan.calls for number in call.groups}
-        used |= {number for span in plan.spans for number in span.groups}
-        if not used <= set(range(len(plan.groups))):
-            raise ValueError(f"groups are {sorted(used)}")
+        group_indices = {index for call in plan.calls for index in call.groups}
+        group_indices |= {index for span in plan.spans for index in span.groups}
+        if not group_indices <= set(range(len(plan.groups))):
+            raise ValueError(f"groups are {sorted(group_indices)}")
         if not plan.step_ends or not plan.groups or not plan.calls or plan.step_seconds <= 0:
             raise ValueError("there is no step, no device or no call")
         if plan.num_devices < 1 or plan.seconds <= 0:
@@ -179,11 +179,11 @@ def _read_fields(kind: type, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{kind.__name__} is {value!r}")
     row = {}
-    for each in fields(kind):
-        content = value.get(each.name)
-        if not _has_type(str(each.type), content):
-            raise ValueError(f"{kind.__name__}.{each.name} is {content!r}")
-        row[each.name] = content
+    for dataclass_field in fields(kind):
+        content = value.get(dataclass_field.name)
+        if not _has_type(str(dataclass_field.type), content):
+            raise ValueError(f"{kind.__name__}.{dataclass_field.name} is {content!r}")
+        row[dataclass_field.name] = content
     return row
 
 
@@ -194,21 +194,21 @@ def _has_type(annotation: str, content: Any) -> bool:
     if annotation == "str":
         return isinstance(content, str)
     if annotation == "float":
-        return is_finite(content) and 0 <= content < LARGEST
+        return is_finite(content) and 0 <= content < MAX_NUMBER
     if annotation == "int":
-        return type(content) is int and 0 <= content < LARGEST
+        return type(content) is int and 0 <= content < MAX_NUMBER
     if annotation.startswith("list["):
-        inner = annotation.removeprefix("list[").removesuffix("]")
+        item_type = annotation.removeprefix("list[").removesuffix("]")
         if not isinstance(content, list):
             return False
-        if inner.startswith("list[") and not all(
-            isinstance(each, list) and len(each) == 2 for each in content
+        if item_type.startswith("list[") and not all(
+            isinstance(item, list) and len(item) == 2 for item in content
         ):
             return False
-        return all(_has_type(inner, each) for each in content)
+        return all(_has_type(item_type, item) for item in content)
     if annotation == "dict[str, float]":
         return isinstance(content, dict) and all(
-            _has_type("float", each) for each in content.values()
+            _has_type("float", item) for item in content.values()
         )
     return isinstance(content, Mapping)
 

@@ -51,8 +51,8 @@ class RunInfo:
         trial_name: name of the trial
         config: the run's options
         resumed_step: step from which the run resumes; 0 for a new run
-        logged: last step that earlier processes of the run wrote to metrics.jsonl; 0 for a new run;
-            set by `RunObserver.open`
+        last_logged_step: last step that earlier processes of the run wrote to metrics.jsonl; 0 for
+            a new run; set by `RunObserver.open`
     """
 
     directory: Path
@@ -60,7 +60,7 @@ class RunInfo:
     trial_name: str
     config: Mapping[str, Any]
     resumed_step: int = 0
-    logged: int = 0
+    last_logged_step: int = 0
 
 
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -101,7 +101,7 @@ def build_missing_error(name: str) -> UserError:
 
 
 def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
-    """Return one row of strings per sample, with the given columns, for loggers that show tables.
+    """Return one row of strings per sample, with the given columns, for loggers with tables.
 
     Missing values are empty strings.
     """
@@ -137,25 +137,25 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event = Event
+        self._make_event = Event
         self._summary = Summary
-        self._text = text_pb
-        earlier = folder.is_dir() and any(folder.iterdir())
+        self._make_text_summary = text_pb
+        has_events = folder.is_dir() and any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
-        if earlier:
-            self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+        if has_events:
+            self._add_event(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = []
         for name, value in metrics.items():
             values.append(self._summary.Value(tag=name, simple_value=value))
-        self._add(step, summary=self._summary(value=values))
+        self._add_event(step, summary=self._summary(value=values))
         self._writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._add(
+        self._add_event(
             step,
-            summary=self._text(
+            summary=self._make_text_summary(
                 "samples", _render_markdown(build_table(samples, TENSORBOARD_COLUMNS))
             ),
         )
@@ -164,8 +164,8 @@ class TensorBoard:
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), **content))
+    def _add_event(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._make_event(step=step, wall_time=time.time(), **content))
 
 
 def _render_markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -207,10 +207,10 @@ def check_wandb(options: Mapping[str, Any]) -> None:
     import wandb
 
     try:
-        known = wandb.login(verify=True, timeout=60)
+        is_logged_in = wandb.login(verify=True, timeout=60)
     except wandb.Error as error:
         raise _build_wandb_error("the login failed", error) from error
-    if not known:
+    if not is_logged_in:
         raise _build_wandb_error("not logged in", "no key was found")
 
 
@@ -222,13 +222,13 @@ def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
     import wandb
 
     mode = find_wandb_mode(options)
-    identity = options.get("id") or _get_wandb_id(run.directory / WANDB_ID_FILE)
+    run_id = options.get("id") or _get_wandb_id(run.directory / WANDB_ID_FILE)
     try:
         session = wandb.init(
             entity=options.get("entity"),
             project=options.get("project") or run.experiment_name,
             name=options.get("name") or run.trial_name,
-            id=identity,
+            id=run_id,
             dir=str(options.get("dir") or run.directory),
             mode=mode,
             config=dict(run.config),
@@ -236,24 +236,24 @@ def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
         )
     except wandb.Error as error:
         raise _build_wandb_error("the run could not be started", error) from error
-    known = session.step if mode == WANDB_ONLINE else run.logged + 1
-    return Wandb(session, options.get("prefix") or "", known)
+    first_step = session.step if mode == WANDB_ONLINE else run.last_logged_step + 1
+    return Wandb(session, options.get("prefix") or "", first_step)
 
 
 class Wandb:
     """Logger for Weights & Biases.
 
-    Steps before `first` are skipped: after a resume, the server already has these steps and cannot
-    overwrite them.
+    Steps before `first_step` are skipped: after a resume, the server already has these steps and
+    cannot overwrite them.
     """
 
-    def __init__(self, session: Any, prefix: str, first: int) -> None:
+    def __init__(self, session: Any, prefix: str, first_step: int) -> None:
         self._session = session
-        self._first = first
+        self._first_step = first_step
         self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step >= self._first:
+        if step >= self._first_step:
             self._session.log(
                 {f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step
             )
@@ -261,7 +261,7 @@ class Wandb:
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
-        if step >= self._first:
+        if step >= self._first_step:
             rows = build_table([{**sample, "step": step} for sample in samples], TABLE_COLUMNS)
             self._session.log(
                 {f"{self._prefix}samples": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, step=step
@@ -276,16 +276,16 @@ def _get_wandb_id(path: Path) -> str:
 
     If the file does not exist or is empty, a new id is created and stored.
     """
-    if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
-        return known
+    if path.is_file() and (run_id := path.read_text(encoding="utf-8").strip()):
+        return run_id
     run_id = secrets.token_hex(4)
     write(path, run_id + "\n")
     return run_id
 
 
-def _build_wandb_error(what: str, why: object) -> UserError:
+def _build_wandb_error(problem: str, reason: object) -> UserError:
     return ConfigError(
-        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
+        f"logger.wandb: {problem}: {str(reason).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
         f"or write "
         "logger.wandb.mode=offline (`wandb sync` sends it later)"
     )
@@ -318,27 +318,27 @@ def start_trackio(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
         resume="allow",
         embed=False,
     )
-    return Trackio(session, run.logged)
+    return Trackio(session, run.last_logged_step)
 
 
 class Trackio:
     """Logger for Trackio.
 
-    Steps up to `logged` are skipped: an earlier process of the resumed run has already sent them.
+    Steps up to `last_logged_step` are skipped: an earlier process of the run has sent them.
     """
 
-    def __init__(self, session: Any, logged: int = 0) -> None:
+    def __init__(self, session: Any, last_logged_step: int = 0) -> None:
         self._session = session
-        self._logged = logged
+        self._last_logged_step = last_logged_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._logged:
+        if step > self._last_logged_step:
             self._session.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import trackio
 
-        if step > self._logged:
+        if step > self._last_logged_step:
             rows = build_table([{**sample, "step": step} for sample in samples], TABLE_COLUMNS)
             self._session.log(
                 {"samples": trackio.Table(columns=TABLE_COLUMNS, data=rows)}, step=step
@@ -348,7 +348,7 @@ class Trackio:
         self._session.finish()
 
 
-# what checks a logger's options, and what starts it
+# Name of each logger -> (function that checks its options, function that starts it).
 LOGGERS = {
     "tensorboard": (check_tensorboard, start_tensorboard),
     "wandb": (check_wandb, start_wandb),

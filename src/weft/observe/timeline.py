@@ -87,11 +87,11 @@ class Timeline:
         shown with the span.
         """
         began = time.time()
-        clock = time.perf_counter()
+        clock_start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, track, began, time.perf_counter() - clock, **args)
+            self.add(name, track, began, time.perf_counter() - clock_start, **args)
 
     def add(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
         """Add a span that was measured elsewhere.
@@ -99,7 +99,7 @@ class Timeline:
         `began` is in seconds since the epoch, and `seconds` is the duration. `args` are shown with
         the span.
         """
-        process, thread = self._track(track)
+        process, thread = self._find_track_ids(track)
         fields = {
             "name": name,
             "cat": track,
@@ -110,12 +110,12 @@ class Timeline:
         }
         self._write_event({**fields, "args": convert_to_json(args)}, began)
 
-    def _track(self, track: str) -> tuple[int, int]:
-        """Return the process id and the thread id that stand for a track in the file.
+    def _find_track_ids(self, track: str) -> tuple[int, int]:
+        """Return the process id and the thread id of a track in the file.
 
         `track` has the form `GROUP/LANE`. The trace format has no groups and lanes, so a group is
         written as a process and a lane as a thread. If the track is new, the names of its process
-        and thread are first written to the file.
+        and thread are written to the file first.
         """
         group, _, lane = track.rpartition("/")
         group = group or RUN
@@ -130,7 +130,7 @@ class Timeline:
                     {"name": GROUP_NAMES.get(group, group), "group": group},
                 )
             process = self._processes[group]
-            thread = 1 + sum(1 for known, _ in self._threads if known == group)
+            thread = 1 + sum(1 for known_group, _ in self._threads if known_group == group)
             self._write_metadata("thread_name", process, thread, {"name": lane})
             self._threads[key] = (process, thread)
         return self._threads[key]
@@ -143,13 +143,14 @@ class Timeline:
             self._origin,
         )
 
-    def _write_event(self, event: Mapping[str, Any], when: float) -> None:
-        stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
+    def _write_event(self, event: Mapping[str, Any], time: float) -> None:
+        """Append an event that occurred at `time`, in seconds since the epoch."""
+        stamped = {**event, "ts": round((time - self._origin) * MICROSECONDS)}
         line = json.dumps(stamped, allow_nan=False).encode()
-        new = self._size == 0
-        with self._path.open("wb" if new else "r+b") as file:
+        is_new = self._size == 0
+        with self._path.open("wb" if is_new else "r+b") as file:
             file.seek(self._size)
-            file.write((HEAD if new else b",\n") + line + TAIL)
+            file.write((HEAD if is_new else b",\n") + line + TAIL)
         self._size += len(line) + 2
 
     def _resume_file(self, events: list[dict[str, Any]]) -> None:
@@ -177,12 +178,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class CounterValue:
-    """Value of a quantity from a time on, such as the memory in use on a device.
+    """Value of a quantity that changes over time, such as the memory in use on a device.
 
     Attributes:
         name: Name of the quantity.
-        time: Time in seconds since the run was first started.
-        value: The value.
+        time: Time from which the value holds, in seconds since the run was first started.
+        value: Value, in GiB.
     """
 
     name: str
@@ -197,7 +198,8 @@ def format_timeline(
 ) -> str:
     """Return the content of a timeline file with these spans and counters.
 
-    `notes` has a text for each span that is shown with it, or is empty. The time origin is 0.
+    `notes` has a text for each span, which is shown with the span, or is empty. The time origin is
+    0.
     """
     events: list[dict[str, Any]] = [
         {"name": STARTED, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 0, "args": {"epoch_s": 0}}
@@ -205,23 +207,23 @@ def format_timeline(
     processes: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
 
-    def name_track(kind: str, process: int, thread: int, args: Mapping[str, Any]) -> None:
+    def write_metadata(name: str, process: int, thread: int, args: Mapping[str, Any]) -> None:
         ids = {"pid": process, "tid": thread, "ts": 0}
-        events.append({"name": kind, "ph": "M", **ids, "args": dict(args)})
+        events.append({"name": name, "ph": "M", **ids, "args": dict(args)})
 
-    for number, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.group not in processes:
             processes[span.group] = process = len(processes) + 1
             title = GROUP_NAMES.get(span.group, span.group)
-            name_track("process_name", process, 0, {"name": title, "group": span.group})
+            write_metadata("process_name", process, 0, {"name": title, "group": span.group})
         process = processes[span.group]
         track = (span.group, span.lane)
         if track not in threads:
             threads[track] = 1 + sum(1 for group, _ in threads if group == span.group)
-            name_track("thread_name", process, threads[track], {"name": span.lane})
+            write_metadata("thread_name", process, threads[track], {"name": span.lane})
         args: dict[str, Any] = {} if span.step is None else {"step": span.step}
-        if notes and notes[number]:
-            args["waits"] = notes[number]
+        if notes and notes[index]:
+            args["waits"] = notes[index]
         events.append(
             {
                 "name": span.name,
@@ -235,10 +237,10 @@ def format_timeline(
             }
         )
     if counters:
-        name_track("process_name", 0, 0, {"name": MEMORY, "group": MEMORY})
-    for each in counters:
-        ids = {"pid": 0, "tid": 0, "ts": round(each.time * MICROSECONDS)}
-        events.append({"name": each.name, "ph": "C", **ids, "args": {"GiB": each.value}})
+        write_metadata("process_name", 0, 0, {"name": MEMORY, "group": MEMORY})
+    for counter in counters:
+        ids = {"pid": 0, "tid": 0, "ts": round(counter.time * MICROSECONDS)}
+        events.append({"name": counter.name, "ph": "C", **ids, "args": {"GiB": counter.value}})
     lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
     return f"{HEAD.decode()}{lines}{TAIL.decode()}"
 
@@ -261,12 +263,12 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
             event = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if _is_sound(event):
+        if _is_valid(event):
             events.append(event)
     return events
 
 
-def _is_sound(event: Mapping[str, Any]) -> bool:
+def _is_valid(event: Mapping[str, Any]) -> bool:
     """Return whether an event has all fields that readers use, with the types that weft writes."""
     args = event.get("args", {})
     if not isinstance(event.get("name"), str) or not isinstance(args, dict):
@@ -275,9 +277,9 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
         return False
     if event.get("ph") == "X":
         return is_finite(event.get("dur")) and (args.get("step") is None or is_step(args["step"]))
-    needed = {"process_name": "group", "thread_name": "name"}.get(event["name"])
-    if needed is not None:
-        return isinstance(args.get(needed), str)
+    required = {"process_name": "group", "thread_name": "name"}.get(event["name"])
+    if required is not None:
+        return isinstance(args.get(required), str)
     return event.get("name") != STARTED or is_finite(args.get("epoch_s"))
 
 
@@ -301,27 +303,29 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Timel
     """
     events = read_events(path, head, tail)
     groups = {}
-    for e in events:
-        if e["name"] == "process_name":
-            groups[e["pid"]] = e["args"]["group"]
     lanes = {}
-    for e in events:
-        if e["name"] == "thread_name":
-            lanes[(e["pid"], e["tid"])] = e["args"]["name"]
+    for event in events:
+        if event["name"] == "process_name":
+            groups[event["pid"]] = event["args"]["group"]
+        elif event["name"] == "thread_name":
+            lanes[(event["pid"], event["tid"])] = event["args"]["name"]
     spans: list[TimelineSpan] = []
     # Backwards, so that the steps of later processes are known before those of earlier ones.
-    again = math.inf  # the first step repeated by a later process
-    own = math.inf  # the first step of the processes read so far
-    last = True  # still reading the last process
+    first_repeated = math.inf  # first step of the later processes
+    first_step = math.inf  # first step of all processes read so far
+    is_last_process = True
     for event in reversed(events):
         if event["name"] == STARTED:
-            again = min(again, own)
-            last = False
+            first_repeated = min(first_repeated, first_step)
+            is_last_process = False
         elif event["ph"] == "X":
             step = event.get("args", {}).get("step")
-            if step >= again if step is not None else not last:
+            if step is None and not is_last_process:
                 continue
-            own = own if step is None else min(own, step)
+            if step is not None:
+                if step >= first_repeated:
+                    continue
+                first_step = min(first_step, step)
             spans.append(
                 TimelineSpan(
                     name=event["name"],

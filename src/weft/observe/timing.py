@@ -11,14 +11,14 @@ from weft.observe.charts import choose_hue, choose_ticks, format_hue
 from weft.observe.metrics import TIME, format_duration, format_number
 from weft.observe.page import GREY, ColourPair, assign_role_hues
 from weft.observe.run_files import RunFiles
-from weft.observe.sample_rows import pick
+from weft.observe.sample_rows import pick_evenly
 from weft.observe.timeline import HOST, ROLES, RUN, TimelineSpan
 
-LAST_STEPS = 3
-LAST_SPANS = 60
-MOST_SPANS = 20_000  # maximum spans in a page
-OTHER = "between the calls"
-GROUPS = (ROLES, HOST, RUN)
+NUM_LAST_STEPS = 3  # number of last steps shown without the page's script
+NUM_LAST_SPANS = 60  # number of last spans shown if no span has a step
+MAX_SPANS = 20_000  # maximum spans in a page
+OUTSIDE_CALLS = "between the calls"  # name of the time of a step outside of all calls
+GROUPS = (ROLES, HOST, RUN)  # order of the tracks
 
 
 def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
@@ -37,9 +37,9 @@ def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     """Return each call's name, its mean seconds per step, and its fraction of the step's time.
 
-    A call is one execution of a graph node. The last item, named `OTHER`, is the time of the step
-    outside of all calls. If calls are concurrent and together take as long as the step or longer,
-    this item is missing, and the fractions are relative to the total time of the calls.
+    A call is one execution of a graph node. The last item, named `OUTSIDE_CALLS`, is the time of
+    the step outside of all calls. If calls are concurrent and together take as long as the step or
+    longer, this item is missing, and the fractions are relative to the total time of the calls.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -48,9 +48,9 @@ def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     }
     if not means:
         return []
-    whole = sum(run.get_series("step_seconds")[1]) / len(run.lines)
-    if whole > sum(means.values()) * 1.005:
-        means[OTHER] = whole - sum(means.values())
+    step_seconds = sum(run.get_series("step_seconds")[1]) / len(run.lines)
+    if step_seconds > sum(means.values()) * 1.005:
+        means[OUTSIDE_CALLS] = step_seconds - sum(means.values())
     total = sum(means.values()) or 1.0
     return [(name, seconds, seconds / total) for name, seconds in means.items()]
 
@@ -59,7 +59,9 @@ def render_shares(run: RunFiles) -> str:
     """Render each call's share of the step's time, as one stacked bar and as a table."""
     rows = compute_shares(run)
     hues = find_node_hues(run.spans)
-    call_hues = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
+    call_hues = {
+        name: GREY if name == OUTSIDE_CALLS else choose_hue(name, hues) for name, _, _ in rows
+    }
     tones = assign_tones([(name, call_hues[name]) for name, _, _ in rows])
     bar = "".join(
         f'<i style="flex:{share:.5f};{format_hue(call_hues[name])};--tone:{tones[name]}%" '
@@ -82,12 +84,12 @@ def render_shares(run: RunFiles) -> str:
 class SpansByStep:
     """Timed spans of a run, grouped by step.
 
-    `listed` maps each step that the page can show to the spans of the step. `left_out` is the
+    `by_step` maps each step that the page can show to the spans of the step. `left_out` is the
     number of steps that are not included because the run is very long. `hues` maps the names of
     graph nodes to their colours.
     """
 
-    listed: Mapping[int | None, Sequence[TimelineSpan]]
+    by_step: Mapping[int | None, Sequence[TimelineSpan]]
     left_out: int = 0  # steps
     hues: Mapping[str, ColourPair] = field(default_factory=dict)
 
@@ -100,10 +102,10 @@ class SpansByStep:
         is kept.
         """
         by_step: dict[int | None, list[TimelineSpan]] = {}
-        now: int | None = None
+        current_step: int | None = None
         for span in spans:
-            now = now if span.step is None else span.step
-            by_step.setdefault(now, []).append(span)
+            current_step = current_step if span.step is None else span.step
+            by_step.setdefault(current_step, []).append(span)
         if len(by_step) > 1:
             by_step.pop(None, None)
         selected = _choose_steps(by_step)
@@ -111,19 +113,17 @@ class SpansByStep:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(step for step in self.listed if step is not None)
+        return sorted(step for step in self.by_step if step is not None)
 
     def get_last(self) -> list[TimelineSpan]:
-        """Return the spans of the last `LAST_STEPS` steps, sorted by start.
+        """Return the spans of the last `NUM_LAST_STEPS` steps, sorted by start.
 
-        If no span belongs to a step, the last `LAST_SPANS` spans are returned.
+        If no span belongs to a step, the last `NUM_LAST_SPANS` spans are returned.
         """
         if not self.steps:
-            return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
-        return sorted(
-            (s for step in self.steps[-LAST_STEPS:] for s in self.listed[step]),
-            key=lambda span: span.start,
-        )
+            return [span for spans in self.by_step.values() for span in spans][-NUM_LAST_SPANS:]
+        recent = [span for step in self.steps[-NUM_LAST_STEPS:] for span in self.by_step[step]]
+        return sorted(recent, key=lambda span: span.start)
 
     def build_data(self) -> dict[str, Any]:
         """Return the JSON data for the page's script.
@@ -133,28 +133,29 @@ class SpansByStep:
         index of its lane, the seconds from the start of the step, and the duration.
         """
         # Names, lanes in the order of `GROUPS`, and colours.
-        names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
+        names = list(dict.fromkeys(span.name for spans in self.by_step.values() for span in spans))
         lanes = list(
-            dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
+            dict.fromkeys(
+                (span.group, span.lane) for spans in self.by_step.values() for span in spans
+            )
         )
         lanes.sort(key=lambda lane: GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS))
         tones = assign_tones([(name, self.hues.get(name, GREY)) for name in names])
-        name_at, lane_at = (
-            {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
-        )
+        name_indices = {name: index for index, name in enumerate(names)}
+        lane_indices = {lane: index for index, lane in enumerate(lanes)}
         # Spans of each step, with times relative to its start.
         steps = []
         for step in self.steps:
-            spans = self.listed[step]
+            spans = self.by_step[step]
             begin = min(span.start for span in spans)
             rows = []
-            for s in spans:
+            for span in spans:
                 rows.append(
                     [
-                        name_at[s.name],
-                        lane_at[s.group, s.lane],
-                        round(s.start - begin, 4),
-                        round(s.seconds, 4),
+                        name_indices[span.name],
+                        lane_indices[span.group, span.lane],
+                        round(span.start - begin, 4),
+                        round(span.seconds, 4),
                     ]
                 )
             steps.append({"step": step, "spans": rows})
@@ -177,14 +178,14 @@ def _choose_steps(
     The selection includes the first, the last and the longest steps, and evenly spaced others.
     """
     total = sum(len(spans) for spans in by_step.values())
-    if total <= MOST_SPANS:
+    if total <= MAX_SPANS:
         return by_step
-    count = max(20, MOST_SPANS * len(by_step) // total)
+    count = max(20, MAX_SPANS * len(by_step) // total)
     steps = sorted(step for step in by_step if step is not None)
     longest = sorted(steps, key=lambda step: -sum(span.seconds for span in by_step[step]))[
         : count // 4
     ]
-    chosen = {*longest, *steps[-count // 4 :], *pick(steps, count // 2)}
+    chosen = {*longest, *steps[-count // 4 :], *pick_evenly(steps, count // 2)}
     return {step: by_step[step] for step in steps if step in chosen}
 
 
@@ -204,25 +205,26 @@ def render_gantt(spans: SpansByStep) -> str:
     ):
         lanes.setdefault((span.group, span.lane), []).append(span)
     rows = "".join(
-        _render_track(lane, members, begin, length, spans.hues)
-        for (_, lane), members in lanes.items()
+        _render_track(lane, lane_spans, begin, length, spans.hues)
+        for (_, lane), lane_spans in lanes.items()
     )
     # Time axis and title.
     marks = "".join(
-        f'<span style="left:{100 * at / length:.2f}%">{escape(format_number(at))} s</span>'
-        for at in choose_ticks(0.0, length, 5)
-        if at <= length
+        f'<span style="left:{100 * tick / length:.2f}%">{escape(format_number(tick))} s</span>'
+        for tick in choose_ticks(0.0, length, 5)
+        if tick <= length
     )
     steps = sorted({span.step for span in recent if span.step is not None})
     if not steps:
-        which = "the last calls"
+        shown_steps = "the last calls"
     elif len(steps) == 1:
-        which = f"step {steps[0]}"
+        shown_steps = f"step {steps[0]}"
     else:
-        which = f"steps {steps[0]} to {steps[-1]}"
+        shown_steps = f"steps {steps[0]} to {steps[-1]}"
+    heading = shown_steps[0].upper() + shown_steps[1:]
     return (
         f"{_render_step_chooser(spans)}"
-        f'<p class="note"><span id="which">{which[0].upper()}{which[1:]}, {escape(format_duration(length))}.</span> '
+        f'<p class="note"><span id="which">{heading}, {escape(format_duration(length))}.</span> '
         "The whole run is in <code>timeline.json</code>; "
         '<a href="https://ui.perfetto.dev" rel="noreferrer">Perfetto</a> opens it.</p>'
         f'<div class="gantt" id="gantt" role="img" aria-label="{escape(_describe_tracks(lanes, length))}">{rows}'
@@ -235,16 +237,16 @@ def _render_step_chooser(spans: SpansByStep) -> str:
     if len(spans.steps) < 2:
         return ""
     last = len(spans.steps) - 1
-    gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
-    if gaps:
-        left_out = '<span class="hint">Some steps in between are left out.</span>'
+    has_gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
+    if has_gaps:
+        hint = '<span class="hint">Some steps in between are left out.</span>'
     else:
-        left_out = ""
+        hint = ""
     return (
         '<div class="tools js" hidden><button type="button" id="step-back" aria-label="The step before">‹</button>'
         f'<label>Step <input id="step" type="range" min="0" max="{last}" value="{last}" aria-label="Step"></label>'
         '<button type="button" id="step-on" aria-label="The next step">›</button>'
-        f'<button type="button" id="step-longest">Longest step</button>{left_out}</div>'
+        f'<button type="button" id="step-longest">Longest step</button>{hint}</div>'
     )
 
 
@@ -255,6 +257,7 @@ def _render_track(
     length: float,
     hues: Mapping[str, ColourPair],
 ) -> str:
+    """Render spans as bars on a track that starts at `begin` and has `length` seconds."""
     names = list(dict.fromkeys(span.name for span in spans))
     tones = assign_tones([(name, hues.get(name, GREY)) for name in names])
     bars = []
@@ -276,18 +279,20 @@ def _render_track(
 def assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
     """Return the percentage at which each name's colour is mixed with the background.
 
-    Calls of the same role have the same colour; different percentages distinguish them.
+    `names` has pairs of a name and a colour. Names with the same colour, such as the calls of a
+    role, get different percentages.
     """
-    seen: dict[ColourPair, int] = {}
+    num_uses: dict[ColourPair, int] = {}
     tones = {}
     for name, hue in names:
-        tones[name] = (100, 62, 38)[seen.get(hue, 0) % 3]
-        seen[hue] = seen.get(hue, 0) + 1
+        tones[name] = (100, 62, 38)[num_uses.get(hue, 0) % 3]
+        num_uses[hue] = num_uses.get(hue, 0) + 1
     return tones
 
 
 def _describe_tracks(lanes: Mapping[tuple[str, str], Sequence[TimelineSpan]], length: float) -> str:
-    busy = []
+    """Describe a timeline of `length` seconds by the share of time in which each track is busy."""
+    shares = []
     for (_, lane), spans in lanes.items():
-        busy.append(f"{lane} {sum(span.seconds for span in spans) / length:.0%}")
-    return f"Timeline of {format_duration(length)}. Busy: {', '.join(busy)}."
+        shares.append(f"{lane} {sum(span.seconds for span in spans) / length:.0%}")
+    return f"Timeline of {format_duration(length)}. Busy: {', '.join(shares)}."

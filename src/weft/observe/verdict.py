@@ -1,4 +1,4 @@
-"""Verdict on which of several runs is better, and the values on which it is based."""
+"""Verdict on the best of several runs, and the values that decide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from html import escape
 
 from weft.observe import configuration, pace
 from weft.observe.diagnosis import POLICIES
-from weft.observe.differences import ALGORITHM, SOURCES, find_differences, find_incomparable_options
+from weft.observe.differences import (
+    ALGORITHM,
+    REWARD_OPTIONS,
+    find_differences,
+    find_incomparable_options,
+)
 from weft.observe.metrics import (
     EVAL,
     ROWS,
@@ -23,7 +28,7 @@ from weft.observe.page import HUES, ColourPair
 from weft.observe.run_files import RunFiles
 
 REWARD = "reward"
-CLOSE = 0.01  # relative difference up to which two values count as equal
+CLOSE_DIFFERENCE = 0.01  # relative difference up to which two values count as equal
 RUNNING = "running"  # status of a run in progress
 
 
@@ -73,8 +78,8 @@ def read_values_until(run: RunFiles, name: str, step: float | None) -> list[floa
     if step is None or not steps or max(steps) <= step:
         return list(values)
     values_until: list[float] = []
-    for at, value in zip(steps, values, strict=True):
-        if at <= step:
+    for value_step, value in zip(steps, values, strict=True):
+        if value_step <= step:
             values_until.append(value)
     return values_until
 
@@ -91,33 +96,36 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
     return values[-1] if name.startswith(EVAL) else pace.compute_end_mean(values)
 
 
-def is_close(one: float, other: float) -> bool:
-    """Return whether the relative difference of two values is at most `CLOSE`."""
-    return abs(one - other) <= CLOSE * max(abs(one), abs(other))
+def is_close(value: float, other: float) -> bool:
+    """Return whether the relative difference of two values is at most `CLOSE_DIFFERENCE`."""
+    return abs(value - other) <= CLOSE_DIFFERENCE * max(abs(value), abs(other))
 
 
-def find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
+def find_deciding_metric(named_runs: Sequence[NamedRun]) -> list[str] | None:
     """Return the names, one per run, of the metric that decides which run is better.
 
     The names can begin with different graph nodes. Returns None if no metric can be compared.
     """
-    names = _find_headline_metric(listed)
-    runs = [each.run for each in listed]
+    names = _find_headline_metric(named_runs)
+    runs = [named_run.run for named_run in named_runs]
     if names is None or is_policy_loss(runs, names) or find_incomparable_options(runs, names):
         return None
     return names
 
 
-def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
+def _find_headline_metric(named_runs: Sequence[NamedRun]) -> list[str] | None:
     """Return the headline metric's name in each run, or None if the runs do not share one.
 
     Metrics of different graph nodes count as the same metric if the rest of their names is equal. A
     validation metric is chosen if all runs have it and its values are comparable.
     """
-    runs = [each.run for each in listed]
-    own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
-    valid = [find_evaluation(name, run.metric_names) for name, run in zip(own, runs, strict=True)]
-    for candidates in (valid, own):
+    runs = [named_run.run for named_run in named_runs]
+    training_names = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
+    validation_names = [
+        find_evaluation(name, run.metric_names)
+        for name, run in zip(training_names, runs, strict=True)
+    ]
+    for candidates in (validation_names, training_names):
         names = [name for name in candidates if name is not None]
         if (
             len(names) == len(runs)
@@ -125,7 +133,7 @@ def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
             and not find_incomparable_options(runs, names)
         ):
             return names
-    names = [name for name in own if name is not None]
+    names = [name for name in training_names if name is not None]
     if len(names) == len(runs) and len({get_last_part(name) for name in names}) == 1:
         return names
     return None
@@ -136,60 +144,64 @@ def is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
 
     `names` are the metric's names, which can differ between runs.
     """
-    policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
-    return policy and any(get_last_part(name).endswith("loss") for name in names)
+    trains_policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
+    return trains_policy and any(get_last_part(name).endswith("loss") for name in names)
 
 
-def write_verdict(listed: Sequence[NamedRun]) -> str:
-    """Return one or two sentences that say which run is better, or why this is unknown."""
-    # Without a common headline metric, or with one that cannot be compared, no run is better.
-    runs = [each.run for each in listed]
-    names = _find_headline_metric(listed)
+def write_verdict(named_runs: Sequence[NamedRun]) -> str:
+    """Return one or two sentences on which run is better, or on the reason why this is unknown."""
+    # Without a common headline metric that can be compared, the better run is unknown.
+    runs = [named_run.run for named_run in named_runs]
+    names = _find_headline_metric(named_runs)
     if names is None:
-        own = []
-        for each in listed:
-            own.append(
-                (each, find_headline(each.run.metric_names, each.run.record.get("algorithm")))
-            )
-        headlines = ", ".join(
-            f"{escape(each.label)} has {escape(find_title(name))}" for each, name in own if name
-        )
-        judged = f" Each has a different headline metric: {headlines}." if headlines else ""
-        return f"These runs have no common metric that decides which of them is better.{judged}"
-    if find_deciding_metric(listed) is None:
-        return f"{_explain_refusal(runs, names)} {_describe_differences(listed)}"
+        headlines = []
+        for named_run in named_runs:
+            run = named_run.run
+            headline = find_headline(run.metric_names, run.record.get("algorithm"))
+            if headline:
+                headlines.append(f"{escape(named_run.label)} has {escape(find_title(headline))}")
+        text = "These runs have no common metric that decides which of them is better."
+        if headlines:
+            text += f" Each has a different headline metric: {', '.join(headlines)}."
+        return text
+    if find_deciding_metric(named_runs) is None:
+        return f"{_explain_refusal(runs, names)} {_describe_differences(named_runs)}"
     # Values at the last step that all runs have completed.
     step = find_common_step(runs)
     name = names[0]
     final_values = []
-    for run, metric, one in zip(runs, names, listed, strict=True):
-        final_values.append((compute_final_value(run, metric, step), one))
-    known = [(value, one) for value, one in final_values if value is not None]
-    if len(known) < len(listed):
+    for metric, named_run in zip(names, named_runs, strict=True):
+        final_values.append((compute_final_value(named_run.run, metric, step), named_run))
+    values_of_runs = [(value, named_run) for value, named_run in final_values if value is not None]
+    if len(values_of_runs) < len(named_runs):
         return f"Not every run has measured its {escape(find_title(name))} by step {format_number(step)}."
     # Sort by value and compare the difference with the noise.
     direction = get_direction(name) or 1
-    (first, winner), *others = sorted(known, key=lambda pair: -direction * pair[0])
-    what = escape(find_title(name))
-    at = format_step(listed, step)
-    width = _compute_difference_noise(runs, names, step)
-    if all(is_close(first, value) or abs(first - value) <= width for value, _ in others):
+    (best_value, winner), *others = sorted(values_of_runs, key=lambda pair: -direction * pair[0])
+    title = escape(find_title(name))
+    step_text = format_step(named_runs, step)
+    noise_width = _compute_difference_noise(runs, names, step)
+    if all(
+        is_close(best_value, value) or abs(best_value - value) <= noise_width for value, _ in others
+    ):
         values = ", ".join(
-            f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in known
+            f"{format_number(value)} ({escape(named_run.label_with_status)})"
+            for value, named_run in values_of_runs
         )
-        noise = f" within noise (± {pace.format_noise(width)})" if width else ""
+        noise = f" within noise (± {pace.format_noise(noise_width)})" if noise_width else ""
         return (
-            f"{at} the runs are" if at else "The runs ended"
-        ) + f" alike{noise} in their {what}: {values}."
+            f"{step_text} the runs are" if step_text else "The runs ended"
+        ) + f" alike{noise} in their {title}: {values}."
     rest = ", ".join(
-        f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in others
+        f"{format_number(value)} ({escape(named_run.label_with_status)})"
+        for value, named_run in others
     )
-    word = "higher" if direction > 0 else "lower"
+    comparative = "higher" if direction > 0 else "lower"
     better = f"<b>{escape(winner.label_with_status)}</b>"
-    verb = f"{at} {better} has" if at else f"{better} ended with"
-    noise = f", with a noise of ± {pace.format_noise(width)}" if width else ""
-    result = f"{verb} the {word} {what}: <b>{format_number(first)}</b> against {rest}{noise}."
-    return f"{result}{_write_doubts(winner)} {_describe_differences(listed)}"
+    verb = f"{step_text} {better} has" if step_text else f"{better} ended with"
+    noise = f", with a noise of ± {pace.format_noise(noise_width)}" if noise_width else ""
+    result = f"{verb} the {comparative} {title}: <b>{format_number(best_value)}</b> against {rest}{noise}."
+    return f"{result}{_write_doubts(winner)} {_describe_differences(named_runs)}"
 
 
 def _write_doubts(winner: NamedRun) -> str:
@@ -200,14 +212,17 @@ def _write_doubts(winner: NamedRun) -> str:
     return f" But check {escape(winner.label)}: some of its metrics are out of range."
 
 
-def format_step(listed: Sequence[NamedRun], step: float | None) -> str:
-    """Return a phrase that says at which step the runs are compared.
+def format_step(named_runs: Sequence[NamedRun], step: float | None) -> str:
+    """Return a phrase with the step at which the runs are compared.
 
     Returns "" if all runs have ended at the same step.
     """
-    ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
-    going = any(each.run.status == RUNNING for each in listed)
-    if len(ends) > 1 or going:
+    last_steps = set()
+    for named_run in named_runs:
+        if named_run.run.lines:
+            last_steps.add(named_run.run.lines[-1]["step"])
+    is_running = any(named_run.run.status == RUNNING for named_run in named_runs)
+    if len(last_steps) > 1 or is_running:
         return f"At step {format_number(step)}, the last that all runs have completed,"
     return ""
 
@@ -219,23 +234,23 @@ def _compute_difference_noise(
 
     If there are more than two runs, the two with the noisiest values are taken, so that the result
     is an upper bound for any two runs. `names` has the metric's name in each run. The noise is the
-    half-width of a 95% confidence interval. Unknown noise counts as 0. So does the noise of a
-    training metric if it is negligible.
+    half-width of a 95% confidence interval. It is 0 if it is unknown, and for a training metric
+    also if it is negligible.
     """
     if names[0].startswith(EVAL):
-        drawn = []
+        sampling_noises = []
         for run, name in zip(runs, names, strict=True):
-            drawn.append(_compute_sampling_noise(run, name, step))
-        return pace.compute_difference_noise(drawn) or 0.0
+            sampling_noises.append(_compute_sampling_noise(run, name, step))
+        return pace.compute_difference_noise(sampling_noises) or 0.0
     end_noises = []
     for run, name in zip(runs, names, strict=True):
         end_noises.append(pace.compute_end_noise(read_values_until(run, name, step)) or 0.0)
-    width = pace.compute_difference_noise(end_noises) or 0.0
+    noise = pace.compute_difference_noise(end_noises) or 0.0
     largest = max(
         abs(compute_final_value(run, name, step) or 0.0)
         for run, name in zip(runs, names, strict=True)
     )
-    return width if width > pace.ROUNDING * largest else 0.0
+    return noise if noise > pace.ROUNDING * largest else 0.0
 
 
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
@@ -251,32 +266,34 @@ def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> flo
 
 
 def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Return a sentence that says why the headline metrics of the runs cannot be compared."""
-    what = get_last_part(names[0])
+    """Return a sentence on the reason why the headline metrics of the runs cannot be compared."""
+    last_part = get_last_part(names[0])
     different = find_incomparable_options(runs, names)
-    if what == REWARD and any(option in SOURCES for option in different):
+    if last_part == REWARD and any(option in REWARD_OPTIONS for option in different):
         return "The rewards come from different sources and cannot be compared."
-    word = escape(find_title(names[0]))
+    title = escape(find_title(names[0]))
     if ALGORITHM in different or not different:
-        kinds = ", ".join(escape(configuration.find_algorithm(run) or "unknown") for run in runs)
-        return f"The {word} has a different meaning in each of these runs ({kinds}), so it does not show which is better."
+        algorithms = ", ".join(
+            escape(configuration.find_algorithm(run) or "unknown") for run in runs
+        )
+        return f"The {title} has a different meaning in each of these runs ({algorithms}), so it does not show which is better."
     if any(option.startswith("dataset.") for option in different):
-        return f"The {word} was measured on different rows and cannot be compared."
-    return f"The {word} is computed in different ways ({', '.join(map(escape, different))}) and cannot be compared."
+        return f"The {title} was measured on different rows and cannot be compared."
+    return f"The {title} is computed in different ways ({', '.join(map(escape, different))}) and cannot be compared."
 
 
-def _describe_differences(listed: Sequence[NamedRun]) -> str:
+def _describe_differences(named_runs: Sequence[NamedRun]) -> str:
     """Return a sentence on the options that differ between the runs.
 
     The options are listed if there are at most three, and only counted otherwise.
     """
-    different = find_differences([each.run for each in listed])
+    different = find_differences([named_run.run for named_run in named_runs])
     if not different:
         return "Their options are the same."
     if len(different) > 3:
         return f"They differ in {len(different)} options."
     descriptions = (
-        f"{escape(name)} ({', '.join(escape(configuration.format_briefly(v)) for v in values)})"
+        f"{escape(name)} ({', '.join(escape(configuration.format_briefly(value)) for value in values)})"
         for name, values in different.items()
     )
     return f"They differ in {', '.join(descriptions)}."

@@ -13,7 +13,7 @@ from weft.experiment import EVALUATION, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
 from weft.observe.jsonl import StepFile
-from weft.observe.sample_rows import FILE
+from weft.observe.sample_rows import EVAL_PROMPTS
 from weft.runtime.calls import PEAK_BYTES, WorkerGroup
 from weft.runtime.firings import FiringMetrics, join_metrics
 from weft.runtime.hosts import HostGroup
@@ -179,7 +179,7 @@ class FixedPrompts:
             experiment, evaluation.graph, group, tokenizers, EVALUATION, hosts
         )
         self._samples = SampleReader(evaluation.graph, group, tokenizers[self._call.role])
-        self._file = StepFile(directory / FILE)
+        self._file = StepFile(directory / EVAL_PROMPTS)
 
     def truncate(self, step: int) -> None:
         """Remove completions from the file that were generated after step `step`."""
