@@ -154,8 +154,8 @@ def test_products_of_8_bits_are_refused_where_they_cannot_be(
         "dtype": ({"dtype": "float32"}, "fp8=true, dtype=float32: .* set dtype=bfloat16"),
         "device": (
             {},
-            "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it "
-            "out",
+            "fp8=true: cpu has no fp8 matrix products, but NVIDIA GPUs from the H100 on have; "
+            "leave it out",
         ),
     }.values():
         with pytest.raises(ConfigError, match=said):

@@ -20,7 +20,8 @@ from weft.kernels import VarlenLengths, VarlenSegments, flash
 from weft.models.attention import accelerator, rectangles
 from weft.models.attention.contexts import AttentionInputs, Dense
 
-# (first local row, rows, first key in the pack, keys); the last row sees all of the keys
+# (first local row, number of rows, first key in the pack, number of keys); the last row attends to
+# all of these keys
 Piece = tuple[int, int, int, int]
 
 
@@ -34,16 +35,14 @@ class PackShard:
             order. No run is empty.
         gather: Function that collects the local keys or values [n, ...] of all ranks and returns
             those of the whole pack, [T, ...]. All ranks must call it.
-        last_tokens: Tokens at which sequences are scored, as indices into this rank's tokens,
+        last_tokens: Indices, among this rank's tokens, of the tokens at which sequences are scored,
             int64. Tokens of other ranks are left out.
     """
 
     whole: Dense
     runs: tuple[tuple[int, int], ...]
     gather: Callable[[Tensor], Tensor]
-    last_tokens: (
-        Tensor  # int64: local indices of the local tokens at which a sequence's score is read
-    )
+    last_tokens: Tensor
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -111,78 +110,78 @@ class PackShard:
 
 
 def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
-    rows = [rows for _, rows, _, _ in pieces]
-    keys = [keys for *_, keys in pieces]
-    queries, seen = (
-        torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32) for counts in (rows, keys)
+    row_counts = [rows for _, rows, _, _ in pieces]
+    key_counts = [keys for *_, keys in pieces]
+    row_bounds, key_bounds = (
+        torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+        for counts in (row_counts, key_counts)
     )
-    return VarlenLengths(queries, seen, max(rows), max(keys))
+    return VarlenLengths(row_bounds, key_bounds, max(row_counts), max(key_counts))
 
 
-def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
+def attend_by_kernels(inputs: AttentionInputs, context: PackShard) -> Tensor:
     """Compute attention of this rank's n tokens with weft's kernels; the result is [n, heads, dim]."""
-    k, v = _gather_keys_values(given, context)
-    segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
-    return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
+    k, v = _gather_keys_values(inputs, context)
+    segments = [VarlenSegments(table, None, inputs.spec.window) for table in context.segments]
+    return kernels.attend_rows(inputs.q, k, v, segments, inputs.spec.scale)
 
 
-def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
+def attend_by_torch(inputs: AttentionInputs, context: PackShard) -> Tensor:
     """Return attention of this rank's tokens, [n, heads, dim], computed by torch.
 
     The pieces in `context.pieces` are computed one after the other. This saves memory, because the
     attention scores [heads, rows, keys] exist for only one piece at a time.
     """
-    k, v = _gather_keys_values(given, context)
+    k, v = _gather_keys_values(inputs, context)
     outputs = []
     for row, rows, key, keys in (piece for pieces in context.pieces for piece in pieces):
-        q, k_seen, v_seen = (
+        piece_q, piece_k, piece_v = (
             x.transpose(0, 1)[None]
-            for x in (given.q[row : row + rows], k[key : key + keys], v[key : key + keys])
+            for x in (inputs.q[row : row + rows], k[key : key + keys], v[key : key + keys])
         )
-        drop = partial(_drop_weights, given, row, keys - rows) if given.has_dropout else None
-        outputs.append(
-            rectangles.attend_tail(q, k_seen, v_seen, given.spec, drop)[0].transpose(0, 1)
-        )
-    return torch.cat(outputs) if outputs else _build_empty_result(given, k, v)
+        drop = partial(_drop_weights, inputs, row, keys - rows) if inputs.has_dropout else None
+        output = rectangles.attend_tail(piece_q, piece_k, piece_v, inputs.spec, drop)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else _build_empty_result(inputs, k, v)
 
 
-def attend_on_accelerator(given: AttentionInputs, context: PackShard) -> Tensor:
+def attend_on_accelerator(inputs: AttentionInputs, context: PackShard) -> Tensor:
     """Return attention of this rank's tokens, [n, heads, dim].
 
     Flash attention is used if it supports the inputs. Otherwise, `attend_by_torch` is used.
     """
-    if given.has_dropout or not accelerator.supports_flash(given.q, given.spec):
-        return attend_by_torch(given, context)
-    k, v = _gather_keys_values(given, context)
+    if inputs.has_dropout or not accelerator.supports_flash(inputs.q, inputs.spec):
+        return attend_by_torch(inputs, context)
+    k, v = _gather_keys_values(inputs, context)
     outputs = []
     for pieces, lengths in zip(context.pieces, context.lengths, strict=True):
         rows = slice(pieces[0][0], pieces[-1][0] + pieces[-1][1])
         keys = slice(pieces[0][2], pieces[-1][2] + pieces[-1][3])
-        outputs.append(flash.attend_packed(given.q[rows], k[keys], v[keys], lengths, given.spec))
-    return torch.cat(outputs) if outputs else _build_empty_result(given, k, v)
+        outputs.append(flash.attend_packed(inputs.q[rows], k[keys], v[keys], lengths, inputs.spec))
+    return torch.cat(outputs) if outputs else _build_empty_result(inputs, k, v)
 
 
-def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Tensor, Tensor]:
+def _gather_keys_values(inputs: AttentionInputs, context: PackShard) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the whole pack, gathered from all ranks."""
-    k, v = context.gather(torch.cat([given.k, given.v], dim=1)).split(given.k.shape[1], dim=1)
+    k, v = context.gather(torch.cat([inputs.k, inputs.v], dim=1)).split(inputs.k.shape[1], dim=1)
     return k, v
 
 
-def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
+def _build_empty_result(inputs: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return the empty attention result of a rank without tokens.
 
     `k` and `v` were gathered from all ranks, so their backward pass communicates and must run on
     every rank. The result therefore depends on them, although it is empty.
     """
-    return given.q + (k.sum() + v.sum()) * 0.0
+    return inputs.q + (k.sum() + v.sum()) * 0.0
 
 
-def _drop_weights(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
+def _drop_weights(inputs: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
     """Apply dropout to the attention weights of consecutive tokens of a sequence.
 
     `row` is the index of the first token among this rank's tokens, and `position` is its position
     in the sequence.
     """
-    assert given.dropout is not None
+    assert inputs.dropout is not None
     token = torch.tensor([[row]], device=weights.device)
-    return given.dropout.drop_weights(weights, given.spec.dropout, token, position)
+    return inputs.dropout.drop_weights(weights, inputs.spec.dropout, token, position)
