@@ -167,10 +167,10 @@ def main(argv: Sequence[str]) -> int:
     limits = ServerLimits(
         body_bytes=int(given.max_body_mb * 2**20),
         seconds=given.timeout,
-        most_prompt=given.max_prompt_tokens,
+        max_prompt_tokens=given.max_prompt_tokens,
         prompt_bytes=int(given.max_prompt_kb * 2**10),
-        most_new=given.max_new_tokens,
-        most_load=given.max_load,
+        max_new_tokens=given.max_new_tokens,
+        max_load=given.max_load,
     )
     served = load_models(given)
     ports = server.ServerPorts(given.host, given.http_port, given.grpc_port, given.metrics_port)

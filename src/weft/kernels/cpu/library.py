@@ -225,7 +225,11 @@ def _build_flags(variant: str) -> tuple[str, ...]:
     """Return the compiler options for a kernel variant: "native" or a name in `VARIANTS`."""
     if variant == "native":
         return (*FLAGS, "-march=native")
-    return (*FLAGS, "-march=x86-64", *(f"-m{GCC_NAMES.get(name, name)}" for name in VARIANTS[variant]))
+    return (
+        *FLAGS,
+        "-march=x86-64",
+        *(f"-m{GCC_NAMES.get(name, name)}" for name in VARIANTS[variant]),
+    )
 
 
 def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
