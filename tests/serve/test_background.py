@@ -197,7 +197,7 @@ def test_health_answers_while_a_request_is_prepared(
             "rows": ServedModel,
             "json": BackgroundWork,
         }[slow]
-        name = {"json": "_read", "rows": "read_rows"}.get(slow, slow)
+        name = {"json": "_parse_in_child", "rows": "read_rows"}.get(slow, slow)
         monkeypatch.setattr(owner, name, waits(getattr(owner, name)))
         bodies = {
             "encode": ("/v1/completions", {"model": "policy", "prompt": "Once", "max_tokens": 1}),

@@ -28,7 +28,7 @@ DISCARD_FACTOR = 4
 
 # Metrics
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HELP = {
     "weft_requests_total": "Requests answered, by endpoint and status.",
     "weft_request_seconds": "Seconds from a request's arrival to the end of its answer.",

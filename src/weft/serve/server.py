@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.serve.app import ServerApp
 from weft.serve.background import BackgroundWork
 from weft.serve.exchange import (
-    CONTENT_TYPE,
+    METRICS_CONTENT_TYPE,
     HttpExchange,
     Message,
     RequestRefused,
@@ -191,7 +191,7 @@ class Server:
                 {"error": RequestRefused(404, "see /metrics").message}, 404
             )
         text = self.metrics.format_text({model.name: model.worker.load for model in self.models})
-        await exchange.reply(200, text.encode(), CONTENT_TYPE)
+        await exchange.reply(200, text.encode(), METRICS_CONTENT_TYPE)
 
 
 def _open_socket(option: str, host: str, port: int) -> socket.socket:

@@ -129,10 +129,11 @@ class JaxOptimizer:
             new: dict[str, Array] = {}
             for name, value in trained.items():
                 array_rate = rate.astype(value.dtype)
+                step_factor: Any = array_rate
+                decay_rate = array_rate
                 if spec.type == "palm":  # its steps include the rate, and it decays by the square
-                    step_factor, decay_rate = 1.0, array_rate * array_rate
-                else:
-                    step_factor, decay_rate = array_rate, array_rate
+                    step_factor = 1.0
+                    decay_rate = array_rate * array_rate
                 if decay and name in decayed:
                     value = value * (1.0 - decay_rate * decay)
                 new[name] = value - step_factor * steps[name]

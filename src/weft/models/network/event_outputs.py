@@ -304,7 +304,10 @@ class _GivenLogprobs(torch.autograd.Function):
             logprobs[rows] = chunk.logprobs
             # If the output gradients are known already, compute the gradients of this chunk too.
             if settings.gradient is not None and total is not None:
-                outputs = {"given_logprobs": given_logprobs, "logprobs": logprobs}
+                outputs: dict[Output, Tensor] = {
+                    "given_logprobs": given_logprobs,
+                    "logprobs": logprobs,
+                }
                 chunk_grads = settings.gradient(outputs)
                 for name in OUTPUTS if settings.labelled else OUTPUTS[:1]:
                     if name in chunk_grads:
