@@ -40,7 +40,7 @@ _format_numbers _is_head_norm _is_metrics_mapping _is_installed _choose_unit _it
 iterate_length_statistics REACHED_FLOPS_SHARE REACHED_LINK_SHARE _compute_present_share
 _compute_stored_share MAX_EXHAUSTIVE _format_stages find_tied_copies format_key_table with_layer
 build_prompt estimate_call_seconds estimate_role_memory _compute_plain_frequencies
-_take_rectangles _to_cells _to_rows to_whole
+_build_reply_trouble _take_rectangles _to_cells _to_rows to_whole
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

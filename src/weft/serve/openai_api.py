@@ -366,11 +366,11 @@ class CompletionRun:
         worker = self.endpoints.policy.worker
         n = self.settings.count
 
-        def queue_event(event: TokenEvent | Exception) -> None:
+        def put_event(event: TokenEvent | Exception) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
         # Queue one job per prompt.
-        jobs = [self._build_job(index, queue_event) for index in range(len(self.prompts))]
+        jobs = [self._build_job(index, put_event) for index in range(len(self.prompts))]
         num_unfinished = {job.id: n for job in jobs}
         prompt_indices = {job.id: index for index, job in enumerate(jobs)}
         for job in jobs:

@@ -456,7 +456,7 @@ def _choose_sharding(decoder: DecoderSettings) -> NamedSharding | None:
     return NamedSharding(mesh, P(None, BATCH, heads))
 
 
-def _constrain_sharding(cache: Cache, decoder: DecoderSettings) -> Cache:
+def _set_sharding(cache: Cache, decoder: DecoderSettings) -> Cache:
     """Make the compiler divide a cache as `_choose_sharding` specifies."""
     sharding = _choose_sharding(decoder)
     if sharding is None:
@@ -495,7 +495,7 @@ def _prefill(
     num_slots = cache[0].keys.shape[1]
     states = jnp.zeros((num_slots, hidden.shape[-1]), hidden.dtype)
     states = states.at[end_slots].set(hidden.reshape(-1, hidden.shape[-1])[reads], mode="drop")
-    return states, _constrain_sharding(cache, decoder)
+    return states, _set_sharding(cache, decoder)
 
 
 def _decode(
@@ -513,7 +513,7 @@ def _decode(
     def write(old: Array, values: Array) -> Array:
         return old.at[:, slots, :, rows.positions[:, 0]].set(values[:, :, 0].swapaxes(0, 1))
 
-    return hidden[:, 0], _constrain_sharding(jax.tree.map(write, cache, new), decoder)
+    return hidden[:, 0], _set_sharding(jax.tree.map(write, cache, new), decoder)
 
 
 def _decode_and_sample(
@@ -572,7 +572,7 @@ def _copy_slot(cache: Cache, source: Array, targets: Array, *, decoder: DecoderS
         slot = lax.dynamic_slice_in_dim(array, source, 1, axis=1)
         return array.at[:, targets].set(slot, mode="drop")
 
-    return _constrain_sharding(jax.tree.map(copy, cache), decoder)
+    return _set_sharding(jax.tree.map(copy, cache), decoder)
 
 
 def _grow(cache: Cache, *, decoder: DecoderSettings, slots: int, capacity: int) -> Cache:
@@ -583,4 +583,4 @@ def _grow(cache: Cache, *, decoder: DecoderSettings, slots: int, capacity: int) 
         new_tokens = capacity - array.shape[3]
         return jnp.pad(array, ((0, 0), (0, new_slots), (0, 0), (0, new_tokens), (0, 0)))
 
-    return _constrain_sharding(jax.tree.map(pad, cache), decoder)
+    return _set_sharding(jax.tree.map(pad, cache), decoder)

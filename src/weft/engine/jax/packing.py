@@ -97,8 +97,8 @@ class BlockShapes:
             num_rows = -(-count // (num_blocks * self._multiple)) * self._multiple
             new_shapes.append((num_rows, length))
         # They replace known shapes with rows of the same length.
-        kept = [shape for shape in self.known if shape[1] not in new_lengths]
-        self.known = sorted([*kept, *new_shapes], key=lambda shape: shape[1])
+        other_shapes = [shape for shape in self.known if shape[1] not in new_lengths]
+        self.known = sorted([*other_shapes, *new_shapes], key=lambda shape: shape[1])
         starts, _ = self._place(lengths, new_shapes[0][1])
         return new_shapes[0], starts, new_shapes
 
