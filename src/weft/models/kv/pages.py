@@ -126,7 +126,10 @@ class PageTables:
         self.page_counts = np.zeros(rows, np.int64)
 
     def ensure_size(self, rows: int, width: int) -> None:
-        """Grow the table to at least `rows` rows of `width` pages; a size that grows doubles."""
+        """Grow the table to at least `rows` rows of `width` pages.
+
+        A size that must grow is at least doubled.
+        """
         shape = self.table.shape
         new_shape = tuple(
             size if size >= least else max(least, 2 * size)
@@ -432,9 +435,8 @@ class PagePool:
         """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
-        return keys.index_select(0, history.storage_indices), values.index_select(
-            0, history.storage_indices
-        )
+        indices = history.storage_indices
+        return keys.index_select(0, indices), values.index_select(0, indices)
 
 
 class PagedCache:

@@ -176,11 +176,9 @@ class Attention(nn.Module):
 
         `heads` is the result of `project_heads`.
         """
-        dropout = (
-            None
-            if context.dropout is None
-            else replace(context.dropout, first_head=self.first_head)
-        )
+        dropout = context.dropout
+        if dropout is not None:
+            dropout = replace(dropout, first_head=self.first_head)
         if self.prefix is not None and context.prefix is not None:
             return self.prefix.wrap(self._attend, context.prefix, heads, dropout)
         return self._attend(heads, context.rotation, context.pack.attention, dropout)
@@ -281,8 +279,8 @@ class Block(nn.Module):
             for each in (context.dropout, context.mlp_dropout, stream.dropout)
         )
         # Compute attention for all rows, and the output for the selected rows.
-        heads = compute_heads(self, x, input_dropout)
-        attended = _select(self.attention.attend(heads, context), context.mlp_rows)
+        attended = self.attention.attend(compute_heads(self, x, input_dropout), context)
+        attended = _select(attended, context.mlp_rows)
         dropouts = adapter_dropout, residual_dropout
         aux_loss = context.pack.aux_loss
         if aux_loss is None:
