@@ -57,7 +57,7 @@ from weft.models.network import rope
 from weft.models.network.packed import pack
 
 LEAST_ROWS = 8  # fewest rows of a decode step
-FEW_DIVISOR = 8  # a decode step computes all slots, or one of this many slots
+FEW_DIVISOR = 8  # a decode step computes all slots, or an eighth of them
 COPIES = 8  # number of slots to which the compiled copy writes
 LOGIT_ROWS = (8, 16, 32, 64)  # numbers of hidden states for which logits are compiled
 Cache = list[KeysValues]  # keys and values of each stack of blocks

@@ -112,9 +112,8 @@ class MoE(nn.Module):
         self.normalize = experts.normalize
         self.router = Linear(hidden, {"router": experts.num}, bias=False)
         self.experts = ExpertMLP(experts.num, hidden, experts.intermediate_size, config.activation)
-        self.loads: list[
-            Tensor
-        ] = []  # per pass: tokens of the busiest expert / mean of the experts
+        # For each pass: tokens of the busiest expert, divided by the mean over the experts.
+        self.loads: list[Tensor] = []
 
     def forward(
         self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None
