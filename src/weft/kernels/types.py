@@ -47,20 +47,20 @@ class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
     A segment is a range of rows that attend to a range of keys. It is given by four numbers: first
-    row, number of rows, first key, number of keys. The segments of `own` do not overlap, and
-    neither do those of `across`.
+    row, number of rows, first key, number of keys. The segments of `causal` do not overlap, and
+    neither do those of `full`.
 
     Attributes:
-        own: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
+        causal: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
             attends to all keys of the segment, the row before it to all except the last key, and so
             on.
-        across: Segments in which every row attends to all keys, in addition to its keys in `own`,
-            int64 [S, 4] on the host; None if there are none.
-        window: If set, each row attends only to the last `window` of its keys in `own`.
+        full: Segments in which every row attends to all keys, in addition to its keys in `causal`,
+            int64 [S, 4] on the host; None if there are no such segments.
+        window: If set, each row attends only to the last `window` of its keys in `causal`.
     """
 
-    own: Tensor
-    across: Tensor | None = None
+    causal: Tensor
+    full: Tensor | None = None
     window: int | None = None
 
 

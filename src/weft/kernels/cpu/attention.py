@@ -51,7 +51,7 @@ def attend_rows(
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated.
 
-    Each of the `parts` lists segments in its field `own`; the other fields are ignored. A segment
+    Each of the `parts` lists segments in its field `causal`; the other fields are ignored. A segment
     assigns a range of queries to a range of keys. Each query is in exactly one segment of one part.
     Segments of different parts can have keys in common. The result can be differentiated once.
     """
@@ -119,10 +119,10 @@ class _AttendSegments(torch.autograd.Function):
         else:
             heads = rows.rotate(heads, *rotation, 1.0, num_rotated=heads.shape[1] - kv)
         q, k, v = _split_heads(heads, kv)
-        total = attend_to(q, k, v, segments.own, scale, causal=True, window=segments.window)
-        if segments.across is not None:
-            additional = attend_to(q, k, v, segments.across, scale, causal=False)
-            for first, count in segments.across[:, :2].tolist():
+        total = attend_to(q, k, v, segments.causal, scale, causal=True, window=segments.window)
+        if segments.full is not None:
+            additional = attend_to(q, k, v, segments.full, scale, causal=False)
+            for first, count in segments.full[:, :2].tolist():
                 end = first + count
                 merge_rows(total, additional[first:end], torch.arange(first, end))
         ctx.save_for_backward(heads, total.out, total.lse, *(rotation or ()))
@@ -144,12 +144,12 @@ class _AttendSegments(torch.autograd.Function):
         tensors |= {"out": out, "grad_out": gradients[0].contiguous()}
         library.call(
             "weft_attend_backward",
-            _build_arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors),
+            _build_arguments(segments.causal, ctx.scale, True, segments.window, lse, **tensors),
         )
-        if segments.across is not None:
+        if segments.full is not None:
             library.call(
                 "weft_attend_backward",
-                _build_arguments(segments.across, ctx.scale, False, None, lse, **tensors),
+                _build_arguments(segments.full, ctx.scale, False, None, lse, **tensors),
             )
         if rotation:
             cos, sin = rotation
@@ -167,7 +167,7 @@ class _AttendRows(torch.autograd.Function):
         lse = q.new_empty(q.shape[:2])
         for part in parts:
             arguments = _build_arguments(
-                part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out
+                part.causal, scale, True, part.window, lse, q=q, k=k, v=v, out=out
             )
             library.call("weft_attend", arguments)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -185,7 +185,7 @@ class _AttendRows(torch.autograd.Function):
         for part in ctx.parts:
             library.call(
                 "weft_attend_backward",
-                _build_arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
+                _build_arguments(part.causal, ctx.scale, True, part.window, lse, **tensors),
             )
         return input_gradients[0], input_gradients[1], input_gradients[2], None, None
 

@@ -30,7 +30,7 @@ class PackShard:
     """Attention context of one rank's tokens, for a pack whose tokens are split over ranks.
 
     Attributes:
-        whole: Context of the whole pack.
+        pack: Context of the whole pack.
         runs: Pairs (start, stop) for this rank's tokens `start:stop` of the pack, in ascending
             order. No run is empty.
         gather: Function that collects the local keys or values [n, ...] of all ranks and returns
@@ -39,7 +39,7 @@ class PackShard:
             int64. Tokens of other ranks are left out.
     """
 
-    whole: Dense
+    pack: Dense
     runs: tuple[tuple[int, int], ...]
     gather: Callable[[Tensor], Tensor]
     last_tokens: Tensor
@@ -56,7 +56,7 @@ class PackShard:
         row = 0
         for start, stop in self.runs:
             pieces = []
-            for first, end in pairwise(self.whole.starts):
+            for first, end in pairwise(self.pack.starts):
                 low = max(first, start)
                 high = min(end, stop)
                 if low < high:
@@ -72,17 +72,17 @@ class PackShard:
         Sequences without tokens on this rank are empty.
         """
         counts = []
-        for first, end in pairwise(self.whole.starts):
+        for first, end in pairwise(self.pack.starts):
             counts.append(
                 sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
             )
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        return Dense(ends.to(self.whole.cu_seqlens.device), max(counts), sum(counts))
+        return Dense(ends.to(self.pack.cu_seqlens.device), max(counts), sum(counts))
 
     @cached_property
     def tokens(self) -> Tensor:
         """Index in the pack of each token of this rank, int64 [n]."""
-        device = self.whole.cu_seqlens.device
+        device = self.pack.cu_seqlens.device
         runs = [torch.arange(*run, device=device) for run in self.runs]
         if runs:
             return torch.cat(runs)
@@ -91,7 +91,7 @@ class PackShard:
     @cached_property
     def token_lengths(self) -> Tensor:
         """Length of the whole sequence to which each token of this rank belongs, int64 [n]."""
-        return self.whole.token_lengths[self.tokens]
+        return self.pack.token_lengths[self.tokens]
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ class PackShard:
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
         """Query and key lengths of `pieces` for flash attention, one item per range in `runs`."""
-        return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
+        return tuple(_build_lengths(pieces, self.pack.cu_seqlens.device) for pieces in self.pieces)
 
 
 def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
