@@ -232,14 +232,8 @@ class CompletionRun:
             for index, text in enumerate(texts):
                 await self._send_delta(exchange, index, text, None, None)
         if self.settings.usage_at_end:
-            await self._send_event(
-                exchange,
-                {
-                    **self.form.build_head(chunk=True),
-                    "choices": [],
-                    "usage": self._count_usage(texts),
-                },
-            )
+            chunk = {**self.form.build_head(chunk=True), "choices": []}
+            await self._send_event(exchange, {**chunk, "usage": self._count_usage(texts)})
         await exchange.send_event("[DONE]")
         await exchange.end()
 

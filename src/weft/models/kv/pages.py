@@ -422,9 +422,7 @@ class PagePool:
             history=None,
         )
         rows = torch.arange(len(step), device=step.device)
-        return Packed(
-            tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens
-        )
+        return Packed(tokens, positions, context, rows, labels=tokens)
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
@@ -567,13 +565,8 @@ class PagedCache:
         last_tokens = self._put(ends - 1)
         if flat_tokens.device.type == "cpu":
             flat_tokens = self._put(flat_tokens.numpy())
-        return Packed(
-            tokens=flat_tokens,
-            positions=self._put(positions),
-            attention=context,
-            rows=last_tokens,
-            labels=flat_tokens[last_tokens],
-        )
+        labels = flat_tokens[last_tokens]
+        return Packed(flat_tokens, self._put(positions), context, last_tokens, labels)
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
         """Make room for one token per row, and return the input of the decode step.
