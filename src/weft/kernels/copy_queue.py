@@ -123,6 +123,8 @@ class SideStreamCopyQueue:
 
 @dataclass(frozen=True)
 class _EventMark:
+    """`CopyMark` of a `SideStreamCopyQueue`: a CUDA event after the copies."""
+
     device: torch.device
     event: torch.cuda.Event
 

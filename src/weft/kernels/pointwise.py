@@ -74,6 +74,8 @@ def _scale(
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Autograd function behind `rms_norm`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         out, inverse = _compute_rms_norm(x, weight, eps, offset)
@@ -160,6 +162,7 @@ def activated_linear(
 
 
 def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+    """Compute `activated` by the fastest available kernel, without a gradient."""
     if activation == "silu" and library.serves(gate_up):
         return native.compute_silu(gate_up, gated)
     if compiling.serves(gate_up):
@@ -197,6 +200,8 @@ def _compute_gate_up_gradient(
 
 
 class _ActivatedFunction(torch.autograd.Function):
+    """Autograd function behind `activated`."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -215,6 +220,8 @@ class _ActivatedFunction(torch.autograd.Function):
 
 
 class _ActivatedLinear(torch.autograd.Function):
+    """Autograd function behind `activated_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -316,6 +323,8 @@ def rotate_heads(
 
 
 class _RotatedHeads(torch.autograd.Function):
+    """Autograd function behind `rotate_heads`."""
+
     @staticmethod
     def forward(
         ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
@@ -343,6 +352,7 @@ class _RotatedHeads(torch.autograd.Function):
 def _rotate_head_groups(
     heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate q and k, and return q, k and v; `counts` are their numbers of heads."""
     num_rotated = counts[0] + counts[1]
     if compiling.serves(heads, cos, sin):
         rotated_heads = compiling.compile_as_one_kernel(formulas.rotate_heads)(

@@ -170,6 +170,8 @@ def _uses_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> boo
 
 
 class _LinearFunction(torch.autograd.Function):
+    """Autograd function behind `linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -333,6 +335,8 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """Autograd function behind `grouped_linear`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x, weight)

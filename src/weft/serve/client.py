@@ -374,6 +374,7 @@ class HTTPTransport:
         self._client.close()
 
     def _send(self, method: str, url: str, **options: Any) -> httpx.Response | RequestFailure:
+        """Send a request, and return the response if its status is 200."""
         try:
             response = self._client.request(method, url, **options)
         except httpx.TimeoutException:

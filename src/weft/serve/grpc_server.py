@@ -114,6 +114,7 @@ class GrpcCallHandlers:
             self.inferring.release()
 
     def _infer(self, request: Any, context: Any) -> Any:
+        """Return the response to an inference request; raise `DataError` for invalid tensors."""
         served = self.app.inference_endpoint.get_model(request.model_name, request.model_version)
         inputs = inference_grpc.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:

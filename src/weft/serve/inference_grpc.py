@@ -319,6 +319,7 @@ class GRPCTransport:
         self._channel.close()
 
     def _send(self, name: str, request: Any) -> Any:
+        """Make the call `name`, and return its response, or a `RequestFailure`."""
         try:
             return self._calls[name](request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:

@@ -158,6 +158,8 @@ class _AttendSegments(torch.autograd.Function):
 
 
 class _AttendRows(torch.autograd.Function):
+    """Autograd function that implements `attend_rows`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
@@ -198,6 +200,11 @@ def _split_heads(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
 def _build_arguments(
     segments: Tensor, scale: float, causal: bool, window: int | None, lse: Tensor, **tensors: Tensor
 ) -> AttentionStruct:
+    """Return the arguments of an attention kernel.
+
+    `tensors` are named like the fields of `AttentionStruct`. The struct has only their addresses,
+    so they must stay alive until the kernel returns.
+    """
     q = tensors["q"]
     k = tensors["k"]
     assert (

@@ -87,7 +87,9 @@ def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, num_rotated: int) -> None:
 def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, num_rotated: int, direction: float
 ) -> None:
-    (tokens, heads, dim), half = x.shape, cos.shape[-1]
+    """Write x with its first `num_rotated` heads rotated to `out`, which may be x itself."""
+    tokens, heads, dim = x.shape
+    half = cos.shape[-1]
     angles = cos.contiguous(), sin.contiguous()
     library.call(
         "weft_rotate",

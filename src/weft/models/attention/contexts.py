@@ -293,6 +293,7 @@ def _build_span_bucket(start: int, stop: int, device: torch.device) -> SequenceB
 
 
 def _build_bucket(starts: list[int], members: list[int], device: torch.device) -> SequenceBucket:
+    """Return the bucket of the sequences with the indices `members`, which are ascending."""
     lengths = torch.tensor([starts[sequence + 1] - starts[sequence] for sequence in members])
     first = torch.tensor([starts[sequence] for sequence in members])
     longest = int(lengths.max())

@@ -312,8 +312,12 @@ def find_canonical_values(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _iterate_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
+    """Yield (canonical name, location) of the parameters of the module at `path`, but not below it.
+
+    The parameters of adapters are listed with their layers.
+    """
     if isinstance(module, Adapter):
-        return  # the parameters of an adapter are listed with its layer
+        return
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
         for part in module.parts:
@@ -330,6 +334,7 @@ def _iterate_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredP
 def _iterate_part(
     name: str, path: str, module: Linear, part: str
 ) -> Iterator[tuple[str, StoredParameter]]:
+    """Yield the parameters of the fused layer `part` of a module; `name` is the layer's name."""
     rows = module.find_rows(part) if len(module.parts) > 1 else None
     yield f"{name}.weight", StoredParameter(f"{path}.weight", module.weight, rows)
     if module.bias is not None:

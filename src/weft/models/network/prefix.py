@@ -270,6 +270,11 @@ def _is_continuation(continuations: tuple[PrefixContinuation, ...], start: int) 
 
 
 def _build_prefixed(context: Prefixed, dense: Dense, token_indices: Tensor, count: int) -> Prefixed:
+    """Return the context of the longer pack for a pack whose sequences share prefixes.
+
+    `dense` has the segments of the longer pack, and `token_indices` are the new indices of the
+    tokens. The `count` inserted tokens before a shared prefix become part of this prefix.
+    """
     indices = token_indices.tolist()
     continuations = tuple(
         PrefixContinuation(

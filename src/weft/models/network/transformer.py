@@ -323,6 +323,7 @@ class Transformer(nn.Module):
         return states
 
     def _compute_rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return the tokens' (cos, sin), each [T, 1, dim / 2], or None without rotary positions."""
         rope_config = self.config.rope
         if rope_config is None:
             return None
