@@ -133,9 +133,14 @@ def wide_product(
     part_size = max(1, MAX_TEMPORARY_SIZE // max(1, right.shape[1]))
     for first in range(0, right.shape[0], part_size):  # by parts, to limit the size of copies
         part = slice(first, first + part_size)
-        wide_part = right[part].float() if wide_right is None else wide_right[part]
+        wide_part = _widen(right, part) if wide_right is None else wide_right[part]
         output[:, part] = product(wide, wide_part, None if bias is None else bias[part].float())
     return output
+
+
+def _widen(right: Tensor, rows: slice) -> Tensor:
+    """Return a float32 copy of some rows of a matrix."""
+    return right[rows].float()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
