@@ -40,7 +40,8 @@ _format_numbers _is_head_norm _is_metrics_mapping _is_installed _choose_unit _it
 iterate_length_statistics REACHED_FLOPS_SHARE REACHED_LINK_SHARE _compute_present_share
 _compute_stored_share MAX_EXHAUSTIVE _format_stages find_tied_copies format_key_table with_layer
 build_prompt estimate_call_seconds estimate_role_memory _build_example
-_compare_known _split_words
+_compare_known _split_words _compute_plain_frequencies
+_build_reply_trouble _take_rectangles _to_cells _to_rows to_whole take_expert_loads
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100
@@ -67,7 +68,7 @@ allot allow amend anneal announce answer append apply approximate arrange ask as
 attach attend augment average await begin bind bound bring build call cancel capture cast catch
 change check choose clean clear clip close coerce collect combine come compare compile complete
 compress compute concatenate configure confirm connect construct continue converse convert copy
-count create cut decide decode decompress define delete denormalize derive descend describe detect
+count create cut decide decode decompress define delete denormalize dequantize derive descend describe detect
 diagnose disable discard divide download draw drop dry elide embed encode end ensure enter escape
 estimate evaluate exchange expand expect explain export extend extract fail feed fetch fill
 filter find finish fit flatten flip flush fold follow forecast forget fork format forward free

@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
 def test_sums_of_half_precision_are_not_rounded_to_it(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.kernels.products.CELLS", 256)  # in several parts
+    monkeypatch.setattr("weft.kernels.products.MAX_TEMPORARY_SIZE", 256)  # in several parts
     torch.manual_seed(0)
     left, right, bias = (torch.randn(*size).to(dtype) for size in ((5, 64), (30, 64), (30,)))
     made = wide_product(left, right, bias)

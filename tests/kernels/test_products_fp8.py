@@ -14,7 +14,7 @@ from tests.bounds import assert_within, kernel_product_bound
 from tests.models.common import sequences, tiny
 from weft import kernels
 from weft.engine.spec import FP8_RECIPES
-from weft.kernels.products import MULTIPLE
+from weft.kernels.products import FP8_SIZE_MULTIPLE
 from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
 from weft.models.network.transformer import compile_blocks
@@ -45,14 +45,14 @@ def emulated(recipe: str = "tensorwise") -> kernels.Fp8Product:
 
 
 def test_which_devices_and_matrices_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "cpu has no such products" in str(kernels.fp8_obstacle(torch.device("cpu")))
+    assert "cpu has no fp8 matrix products" in str(kernels.fp8_obstacle(torch.device("cpu")))
     for capability, has in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
         assert (kernels.fp8_obstacle(torch.device("cuda", 0)) is None) == has
-    assert kernels.Fp8Product.supports(torch.empty(MULTIPLE, 3 * MULTIPLE))
-    assert not kernels.Fp8Product.supports(torch.empty(MULTIPLE, MULTIPLE + 8))
+    assert kernels.Fp8Product.supports(torch.empty(FP8_SIZE_MULTIPLE, 3 * FP8_SIZE_MULTIPLE))
+    assert not kernels.Fp8Product.supports(torch.empty(FP8_SIZE_MULTIPLE, FP8_SIZE_MULTIPLE + 8))
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -40,6 +40,6 @@ def serving(
         models = serve.load_models(given)
     ports = ServerPorts(http=0, grpc=0 if grpc else None, metrics=0)
     with Server(
-        models, ports, ServerLimits(most_new=given.max_new_tokens, **limits), token
+        models, ports, ServerLimits(max_new_tokens=given.max_new_tokens, **limits), token
     ) as server:
         yield server

@@ -22,7 +22,7 @@ from tests.tiny import make_llama
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.serve import prompts
-from weft.serve.background import LARGE, BackgroundWork
+from weft.serve.background import LARGE_SIZE, BackgroundWork
 from weft.serve.exchange import RequestRefused
 from weft.serve.openai_api import CompletionEndpoints
 from weft.serve.openai_fields import read_settings
@@ -197,7 +197,7 @@ def test_health_answers_while_a_request_is_prepared(
             "rows": ServedModel,
             "json": BackgroundWork,
         }[slow]
-        name = {"json": "_read", "rows": "read_rows"}.get(slow, slow)
+        name = {"json": "_parse_in_child", "rows": "read_rows"}.get(slow, slow)
         monkeypatch.setattr(owner, name, waits(getattr(owner, name)))
         bodies = {
             "encode": ("/v1/completions", {"model": "policy", "prompt": "Once", "max_tokens": 1}),
@@ -252,7 +252,7 @@ def test_a_prompt_of_too_many_tokens_is_not_looked_at_on_the_event_loop(root: Pa
             app.compute_limit(Long([1]), read_settings({"max_tokens": 1}, 1, (), chat=False))
 
 
-@pytest.mark.parametrize(("letters", "most"), [(LARGE + 1, 1), (10, 4)])
+@pytest.mark.parametrize(("letters", "most"), [(LARGE_SIZE + 1, 1), (10, 4)])
 def test_long_texts_are_tokenized_one_at_a_time(
     letters: int, most: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,7 +264,7 @@ def test_the_longest_prompts(client: httpx.Client, server: Server) -> None:
 def test_what_cannot_be_is_refused(
     client: httpx.Client, fields: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_api, "MOST_PROMPT_VALUES", 1000)
+    monkeypatch.setattr(openai_api, "MAX_PROMPT_VALUES", 1000)
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 1, **fields}
     reply = client.post("/v1/completions", json=body)
     assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text

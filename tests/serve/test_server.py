@@ -510,7 +510,7 @@ def test_too_much_to_do_and_too_little_time(root: Path, monkeypatch: pytest.Monk
             "400",
             grpc=False,
             token=None,
-            most_load=4,
+            max_load=4,
             seconds=0.3,
         ) as server,
         httpx.Client(base_url=server.urls["http"], timeout=60) as client,

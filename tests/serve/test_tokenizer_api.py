@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "Hello there"}]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root: Path = tmp_path_factory.mktemp("serve")
     words = (str(make_llama(root / "policy")), "--reward", str(make_reward(root / "reward")))
-    with serving(*words, grpc=False, most_prompt=2000, prompt_bytes=5000) as running:
+    with serving(*words, grpc=False, max_prompt_tokens=2000, prompt_bytes=5000) as running:
         yield running
 
 

@@ -317,7 +317,9 @@ def write_best_answers(arguments: argparse.Namespace) -> None:
         reward, prompts, [[answer.text for answer in group] for group in answers]
     )
     choices = sampling_report.choose(prompts, answers, scores, finished_only=not arguments.keep_cut)
-    for name, count in sampling_report.save(choices, arguments.out, min_score=arguments.least).items():
+    for name, count in sampling_report.save(
+        choices, arguments.out, min_score=arguments.least
+    ).items():
         print(f"{arguments.out / name}  {count} rows")
     if choices:
         best_mean = sum(choice.scores[0] for choice in choices) / len(choices)

@@ -167,10 +167,10 @@ def main(argv: Sequence[str]) -> int:
     limits = ServerLimits(
         body_bytes=int(arguments.max_body_mb * 2**20),
         seconds=arguments.timeout,
-        most_prompt=arguments.max_prompt_tokens,
+        max_prompt_tokens=arguments.max_prompt_tokens,
         prompt_bytes=int(arguments.max_prompt_kb * 2**10),
-        most_new=arguments.max_new_tokens,
-        most_load=arguments.max_load,
+        max_new_tokens=arguments.max_new_tokens,
+        max_load=arguments.max_load,
     )
     served = load_models(arguments)
     ports = server.ServerPorts(

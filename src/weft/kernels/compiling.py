@@ -1,4 +1,4 @@
-"""Compilation by torch of parts of a network and of single functions, for any number of rows."""
+"""Compilation of parts of a network and of single functions with torch, for any number of rows."""
 
 from __future__ import annotations
 
@@ -31,32 +31,37 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def compile_by_rows(
-    function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
+    function: Callable[..., Any], backend: Any = "inductor", *, full_graph: bool = True
 ) -> Callable[..., Any]:
     """Return a version of `function` that is compiled at its first call, for any number of rows.
 
     Rows are the first dimension of all tensor arguments, and of all tensors in dataclass arguments.
     Calls with a single row use a separate compiled version. Callers in the same process share the
     compiled code if their arguments have the same structure, for example modules with equal sizes.
-    If `whole` is False, the function may call code that cannot be compiled, and only the parts
-    between such calls are compiled.
+    If `full_graph` is False, the function may call code that cannot be compiled; only the code
+    between these calls is then compiled.
     """
 
     @functools.wraps(function)
-    def call(*given: Any) -> Any:
-        inside = [value for each in given if is_dataclass(each) for value in vars(each).values()]
-        for each in (*given, *inside):
-            if isinstance(each, Tensor) and each.dim():
-                torch._dynamo.maybe_mark_dynamic(each, ROWS)
+    def call(*arguments: Any) -> Any:
+        fields = [
+            value
+            for argument in arguments
+            if is_dataclass(argument)
+            for value in vars(argument).values()
+        ]
+        for value in (*arguments, *fields):
+            if isinstance(value, Tensor) and value.dim():
+                torch._dynamo.maybe_mark_dynamic(value, ROWS)
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            return _compile(function, backend, whole)(*given)
+            return _compile(function, backend, full_graph)(*arguments)
 
     return call
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], backend: Any, whole: bool) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=whole, backend=backend)
+def _compile(function: Callable[..., Any], backend: Any, full_graph: bool) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=full_graph, backend=backend)
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -65,8 +70,8 @@ def serves(*tensors: Tensor) -> bool:
     The tensors must be on a GPU and not be float64, and Triton must have a compiler and Python's
     headers.
     """
-    fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
-    return fit and flex.can_compile()
+    are_supported = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
+    return are_supported and flex.can_compile()
 
 
 def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,13 +81,14 @@ def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            return compile_dynamic(function)(*given)
+            return compile_dynamic(function)(*arguments)
 
     return call
 
 
 @functools.cache
 def compile_dynamic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled for dynamic shapes, the same object for every call."""
     return torch.compile(function, dynamic=True, fullgraph=True)

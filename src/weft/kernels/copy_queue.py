@@ -1,4 +1,4 @@
-"""Copies between host and device, in parallel with the device's computation; access to memory.
+"""Copies between host and device that overlap with computation, and access to tensor storage.
 
     queue = build_copy_queue(device)
     queue.follow_device()             # later copies start after the device's queued work
@@ -90,7 +90,9 @@ class CopyQueue(Protocol):
         """
         ...
 
-    def mark(self) -> CopyMark: ...
+    def mark(self) -> CopyMark:
+        """Return a marker of the copies queued so far."""
+        ...
 
     def allocate_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized host tensor [count], as the source or target of copies."""
@@ -121,6 +123,8 @@ class SideStreamCopyQueue:
 
 @dataclass(frozen=True)
 class _EventMark:
+    """`CopyMark` of a `SideStreamCopyQueue`: a CUDA event after the copies."""
+
     device: torch.device
     event: torch.cuda.Event
 

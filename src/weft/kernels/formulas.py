@@ -1,4 +1,4 @@
-"""Activation functions, and pointwise operations of a block compiled by torch into one kernel each."""
+"""Activation functions, and a block's pointwise operations, each compiled into one GPU kernel."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def compute_rms_norm_gradients(
     inverse: Tensor,
     grad_y: Tensor,
     offset: float,
-    want_x: bool,
-    want_weight: bool,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients dx and dweight of `rms_norm`, each None if not requested.
 
@@ -66,12 +66,12 @@ def compute_rms_norm_gradients(
     grad = _widen(grad_y)
     normed = _widen(x) * inverse
     grad_x = grad_weight = None
-    if want_x:
+    if needs_x:
         scaled = grad * (_widen(weight) + offset)
         grad_x = (inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(
             x.dtype
         )
-    if want_weight:
+    if needs_weight:
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
     return grad_x, grad_weight
 
@@ -89,12 +89,12 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 
 
 def compute_activated_gradients(
-    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
+    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, recompute: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient with respect to `gate_up`, and the recomputed result of `activated`.
 
     `grad_out` is the gradient with respect to the result of `activated`. The recomputed result is
-    None if `again` is False.
+    None if `recompute` is False.
     """
     wide = _widen(gate_up)
     grad = _widen(grad_out)
@@ -108,13 +108,13 @@ def compute_activated_gradients(
             [compute_activation_gradient(grad * up, gate, activation), grad * inner], dim=1
         )
         value = inner * up
-    return grad_gate_up.to(gate_up.dtype), value.to(gate_up.dtype) if again else None
+    return grad_gate_up.to(gate_up.dtype), value.to(gate_up.dtype) if recompute else None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x [T, heads, dim] with the first `2 * cos.shape[-1]` dimensions of each head rotated.
 
-    With `back`, the dimensions are rotated in the opposite direction.
+    If `inverse` is True, the dimensions are rotated in the opposite direction.
     """
     half = cos.shape[-1]
     wide = _widen(x)
@@ -122,9 +122,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     second = wide[..., half : 2 * half]
     rest = wide[..., 2 * half :]
     cosine = _widen(cos)
-    sine = -_widen(sin) if back else _widen(sin)
-    turned = [first * cosine - second * sine, second * cosine + first * sine]
-    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+    sine = -_widen(sin) if inverse else _widen(sin)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return torch.cat([*rotated, rest] if rest.shape[-1] else rotated, dim=-1).to(x.dtype)
 
 
 def rotate_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -133,10 +133,13 @@ def rotate_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compute_heads_gradient(
-    by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Return the gradient of `rotate_heads` with respect to `heads`.
 
-    `by_q`, `by_k` and `by_v` are the gradients with respect to the rotated q and k, and to v.
+    `grad_q` and `grad_k` are the gradients with respect to the rotated queries and keys, and
+    `grad_v` is the gradient with respect to the values.
     """
-    return torch.cat([rotate(by_q, cos, sin, True), rotate(by_k, cos, sin, True), by_v], dim=1)
+    return torch.cat(
+        [rotate(grad_q, cos, sin, True), rotate(grad_k, cos, sin, True), grad_v], dim=1
+    )

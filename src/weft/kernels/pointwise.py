@@ -1,10 +1,10 @@
-"""Operations between the products of a block, as autograd functions that save memory; softmax.
+"""Pointwise operations of a block as memory-saving autograd functions, and softmax statistics.
 
 For the backward pass, the RMS norm saves its input and one number per token. The activation of an
-MLP saves only its input, and is computed again in the backward pass. torch saves two to three times
-as much for the same formulas. On a GPU, each function is one kernel, which is compiled from the
-formulas in `weft.kernels.formulas`, if kernels can be compiled. Under torch's compiler, the plain
-formulas are used.
+MLP saves only its input, and is computed again in the backward pass. For the same formulas, torch's
+autograd saves two to three times as much. On a GPU, each function is one kernel, which is compiled
+from the formulas in `weft.kernels.formulas`, if kernels can be compiled. Under torch's compiler,
+the plain formulas are used.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _scale(
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Autograd function behind `rms_norm`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         out, inverse = _compute_rms_norm(x, weight, eps, offset)
@@ -91,18 +93,21 @@ class _RMSNorm(torch.autograd.Function):
         """
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
-            want_x, want_weight = ctx.needs_input_grad[:2]
+            needs_x, needs_weight = ctx.needs_input_grad[:2]
             native_gradients = native.compute_rms_norm_gradients(
-                x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
+                x,
+                weight,
+                inverse,
+                gradients[0],
+                ctx.offset,
+                needs_x=needs_x,
+                needs_weight=needs_weight,
             )
             return *native_gradients, None, None
         if compiling.serves(x, weight):
-            given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
-            return (
-                *compiling.compile_as_one_kernel(formulas.compute_rms_norm_gradients)(*given),
-                None,
-                None,
-            )
+            arguments = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
+            compute = compiling.compile_as_one_kernel(formulas.compute_rms_norm_gradients)
+            return *compute(*arguments), None, None
         wide = x.to(inverse.dtype)
         grad_y = gradients[0].to(inverse.dtype)
         if ctx.offset:
@@ -116,9 +121,9 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight = (inverse.flatten() @ flat).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None, None
-        along = (flat @ scale).view_as(inverse)
-        share = along * inverse.pow(3) / -x.shape[-1]
-        grad_x = torch.mul(grad_y, scale, out=products).mul_(inverse).addcmul_(wide, share)
+        projection = (flat @ scale).view_as(inverse)
+        coefficient = projection * inverse.pow(3) / -x.shape[-1]
+        grad_x = torch.mul(grad_y, scale, out=products).mul_(inverse).addcmul_(wide, coefficient)
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
@@ -157,6 +162,7 @@ def activated_linear(
 
 
 def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+    """Compute `activated` by the fastest available kernel, without a gradient."""
     if activation == "silu" and library.serves(gate_up):
         return native.compute_silu(gate_up, gated)
     if compiling.serves(gate_up):
@@ -168,33 +174,34 @@ def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> 
 
 
 def _compute_gate_up_gradient(
-    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
+    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, recompute: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient with respect to `gate_up`, and the recomputed result of `activated`.
 
     `grad_out` is the gradient with respect to the result of `activated`. The recomputed result is
-    None if `again` is False.
+    None if `recompute` is False.
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
-        return native.compute_silu_gradients(gate_up, gated, grad_out, again=again)
+        return native.compute_silu_gradients(gate_up, gated, grad_out, recompute=recompute)
     if compiling.serves(gate_up, grad_out):
         return compiling.compile_as_one_kernel(formulas.compute_activated_gradients)(
-            grad_out, gate_up, gated, activation, again
+            grad_out, gate_up, gated, activation, recompute
         )
     if not gated:
-        return compute_activation_gradient(grad_out, gate_up, activation), activate(
-            gate_up, activation
-        ) if again else None
+        grad_x = compute_activation_gradient(grad_out, gate_up, activation)
+        return grad_x, activate(gate_up, activation) if recompute else None
     gate, up = gate_up.chunk(2, dim=1)
     grad_gate_up = torch.empty_like(gate_up)
     value = activate(gate, activation)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
     torch.mul(grad_out, value, out=grad_up)
     grad_gate.copy_(compute_activation_gradient(grad_out * up, gate, activation))
-    return grad_gate_up, value.mul_(up) if again else None
+    return grad_gate_up, value.mul_(up) if recompute else None
 
 
 class _ActivatedFunction(torch.autograd.Function):
+    """Autograd function behind `activated`."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -206,16 +213,15 @@ class _ActivatedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return (
-            _compute_gate_up_gradient(
-                gradients[0], gate_up, ctx.gated, ctx.activation, again=False
-            )[0],
-            None,
-            None,
+        grad_gate_up, _ = _compute_gate_up_gradient(
+            gradients[0], gate_up, ctx.gated, ctx.activation, recompute=False
         )
+        return grad_gate_up, None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
+    """Autograd function behind `activated_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -235,10 +241,12 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up, weight), grad_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        gate_up, weight = ctx.saved_tensors
+        grad_y = gradients[0]
+        needed = ctx.needs_input_grad
         grad_inner = product(grad_y, weight.T)
         grad_gate_up, inner = _compute_gate_up_gradient(
-            grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2]
+            grad_inner, gate_up, ctx.gated, ctx.activation, recompute=needed[2]
         )
         if inner is None:
             grad_weight = None
@@ -287,6 +295,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 
 def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """Write the rotated x to `out`, and return `out`; `direction` is 1, or -1 for the inverse."""
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]
@@ -314,6 +323,8 @@ def rotate_heads(
 
 
 class _RotatedHeads(torch.autograd.Function):
+    """Autograd function behind `rotate_heads`."""
+
     @staticmethod
     def forward(
         ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
@@ -324,37 +335,33 @@ class _RotatedHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (cos, sin), (by_q, by_k, by_v) = ctx.saved_tensors, gradients
+        cos, sin = ctx.saved_tensors
+        grad_q, grad_k, grad_v = gradients
         if compiling.serves(*gradients, cos, sin):
-            return (
-                compiling.compile_as_one_kernel(formulas.compute_heads_gradient)(
-                    by_q, by_k, by_v, cos, sin
-                ),
-                None,
-                None,
-                None,
-            )
-        counts = [by.shape[1] for by in gradients]
-        grad_heads = by_q.new_empty(len(by_q), sum(counts), by_q.shape[2])
-        q, k, v = grad_heads.split(counts, dim=1)
-        _rotate_to(q, by_q, cos, sin, -1.0)
-        _rotate_to(k, by_k, cos, sin, -1.0)
-        v.copy_(by_v)
+            compute = compiling.compile_as_one_kernel(formulas.compute_heads_gradient)
+            return compute(grad_q, grad_k, grad_v, cos, sin), None, None, None
+        counts = [gradient.shape[1] for gradient in gradients]
+        grad_heads = grad_q.new_empty(len(grad_q), sum(counts), grad_q.shape[2])
+        q_part, k_part, v_part = grad_heads.split(counts, dim=1)
+        _rotate_to(q_part, grad_q, cos, sin, -1.0)
+        _rotate_to(k_part, grad_k, cos, sin, -1.0)
+        v_part.copy_(grad_v)
         return grad_heads, None, None, None
 
 
 def _rotate_head_groups(
     heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    turned = counts[0] + counts[1]
+    """Rotate q and k, and return q, k and v; `counts` are their numbers of heads."""
+    num_rotated = counts[0] + counts[1]
     if compiling.serves(heads, cos, sin):
         rotated_heads = compiling.compile_as_one_kernel(formulas.rotate_heads)(
-            heads, turned, cos, sin
+            heads, num_rotated, cos, sin
         )
     else:
         rotated_heads = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        _rotate_to(rotated_heads[:, :turned], heads[:, :turned], cos, sin, 1.0)
-        rotated_heads[:, turned:].copy_(heads[:, turned:])
+        _rotate_to(rotated_heads[:, :num_rotated], heads[:, :num_rotated], cos, sin, 1.0)
+        rotated_heads[:, num_rotated:].copy_(heads[:, num_rotated:])
     q, k, v = rotated_heads.split(counts, dim=1)
     return q, k, v
 
@@ -407,5 +414,7 @@ def to_gradients(
         grad_logits -= torch.where(
             p > 0.0, p * (grad_entropy[:, None] * (z + stats.entropy[:, None])), 0.0
         )
-    own = torch.where(labels >= 0, grad_logprob, torch.zeros_like(grad_logprob))
-    logits.copy_(grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None]))
+    label_gradients = torch.where(labels >= 0, grad_logprob, torch.zeros_like(grad_logprob))
+    logits.copy_(
+        grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], label_gradients[:, None])
+    )

@@ -1,11 +1,12 @@
-"""Matrix products by the fastest available kernel, also in fp8, and of the groups of a mixture.
+"""Matrix products by the fastest available kernel, fp8 products, and products by groups of rows.
 
 On a CPU, float32 products use weft's own kernels, which reach more than four fifths of the
 processor's peak rate in training. Without a compiler to build these, torch's oneDNN kernels are
 used, because torch's default, MKL, does not use the wide vector units of AMD's processors.
 
-The result of a row has the same bits regardless of the other rows. For products of very few rows,
-torch uses other kernels, whose results would differ, so the inputs of such products are padded.
+The result of a row has the same bits regardless of the other rows. For very few rows, torch uses
+other kernels, whose results differ in rounding, so inputs with fewer than `LEAST_ROWS` rows are
+padded.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from weft.kernels.cpu import rows as native
 from weft.kernels.cpu.library import is_plain, serves
 
 if torch.backends.mkldnn.is_available():
-    _KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    _LINEAR_KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 else:
-    _KERNELS = None
-ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
+    _LINEAR_KERNELS = None
+ONEDNN_LINEAR: Any = None if _LINEAR_KERNELS is None else _LINEAR_KERNELS.default
 LEAST_ROWS = 4  # rows to which products by torch's CPU kernels are padded
-CELLS = 1 << 24  # limit on the size of temporary copies and products
-HALF = (torch.bfloat16, torch.float16)
-# Devices with half-precision products whose result is float32; meta tensors are treated alike.
-WIDE = ("cuda", "meta")
+MAX_TEMPORARY_SIZE = 1 << 24  # most elements of a temporary copy or product
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+# Device types that multiply half-precision matrices to a float32 result; meta tensors follow them.
+WIDE_OUTPUT_DEVICES = ("cuda", "meta")
 
 
 class GradientSum:
@@ -55,15 +56,15 @@ class GradientSum:
         else:
             add_product(self._parameter.grad, left, right)
 
-    def take(self, total: Tensor) -> None:
-        """Add `total`, a float32 gradient, to the sum.
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a float32 gradient to the sum.
 
-        `total` may become the stored sum itself, so the caller must not write to it later.
+        `gradient` may become the stored sum itself, so the caller must not write to it later.
         """
         if self._parameter.grad is None:
-            self._parameter.grad = total
+            self._parameter.grad = gradient
         else:
-            self._parameter.grad = self._parameter.grad.add_(total)
+            self._parameter.grad = self._parameter.grad.add_(gradient)
 
 
 def linear(
@@ -80,29 +81,26 @@ def linear(
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    own = (
-        gradient_sum is not None or native.serves(x, weight, bias) or _uses_onednn(x, weight, bias)
-    )
-    if own:
+    has_kernel = native.serves(x, weight, bias) or _uses_onednn(x, weight, bias)
+    if gradient_sum is not None or has_kernel:
         return _LinearFunction.apply(x, weight, bias, gradient_sum)
     return F.linear(x, weight, bias)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times the transpose of right [m, n], plus `bias` [m] if it is given.
+    """Return left [..., n] times the transpose of right [m, n], plus an optional `bias` [m].
 
     The result is [..., m] and is not differentiable. Both matrices can be transposed views.
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
     if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
-        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[
-            : left.shape[0]
-        ]
+        padded = F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0]))
+        return product(padded, right, bias)[: left.shape[0]]
     if not _uses_onednn(left, right, bias):
         return F.linear(left, right, bias)
-    whole = None if bias is None else bias.to(right.dtype).contiguous()
-    out: Tensor = ONEDNN(left, right, whole, "none", [], "")
+    prepared_bias = None if bias is None else bias.to(right.dtype).contiguous()
+    out: Tensor = ONEDNN_LINEAR(left, right, prepared_bias, "none", [], "")
     return out
 
 
@@ -112,7 +110,7 @@ def prepare_wide(right: Tensor) -> Tensor | None:
     Returns None if `wide_product` needs no copy. Making the copy once saves time if the matrix is
     used many times.
     """
-    if right.dtype in HALF and right.device.type not in WIDE:
+    if right.dtype in HALF_DTYPES and right.device.type not in WIDE_OUTPUT_DEVICES:
         return right.detach().float()
     return None
 
@@ -120,27 +118,28 @@ def prepare_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """Return the same as `product`, but in float32 if both matrices have half precision.
+    """Return the result of `product`, in float32 if both matrices have half precision.
 
-    left is [n, k], and right is [m, k]. A float32 result keeps the sums from being rounded to half
-    precision. `wide_right` is the result of `prepare_wide(right)`.
+    left is [n, k], and right is [m, k]; the result is [n, m]. In float32, the sums are not rounded
+    to half precision. `wide_right` is the result of `prepare_wide(right)`.
     """
-    if left.dtype not in HALF or right.dtype not in HALF:
+    if left.dtype not in HALF_DTYPES or right.dtype not in HALF_DTYPES:
         return product(left, right, bias)
-    if left.device.type in WIDE:
+    if left.device.type in WIDE_OUTPUT_DEVICES:
         output = torch.mm(left, right.T, out_dtype=torch.float32)
         return output if bias is None else output.add_(bias)
     output = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
     wide = left.float()
-    size = max(1, CELLS // max(1, right.shape[1]))
-    for first in range(0, right.shape[0], size):  # a copy of a whole large matrix would not fit
-        part = slice(first, first + size)
-        own = _widen(right, part) if wide_right is None else wide_right[part]
-        output[:, part] = product(wide, own, None if bias is None else bias[part].float())
+    part_size = max(1, MAX_TEMPORARY_SIZE // max(1, right.shape[1]))
+    for first in range(0, right.shape[0], part_size):  # by parts, to limit the size of copies
+        part = slice(first, first + part_size)
+        wide_part = _widen(right, part) if wide_right is None else wide_right[part]
+        output[:, part] = product(wide, wide_part, None if bias is None else bias[part].float())
     return output
 
 
 def _widen(right: Tensor, rows: slice) -> Tensor:
+    """Return a float32 copy of some rows of a matrix."""
     return right[rows].float()
 
 
@@ -151,27 +150,33 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if native.serves(left, right) and serves(total):
         native.add_product(total, left, right)
-    elif total.dtype == torch.float32 and left.dtype in HALF and left.device.type in WIDE:
+    elif (
+        total.dtype == torch.float32
+        and left.dtype in HALF_DTYPES
+        and left.device.type in WIDE_OUTPUT_DEVICES
+    ):
         torch.addmm(total, left, right.T, out_dtype=torch.float32, out=total)
     elif total.dtype == left.dtype and not _uses_onednn(left, right):
         total.addmm_(left, right.T)
     else:
-        size = max(LEAST_ROWS, CELLS // total.shape[1])
+        size = max(LEAST_ROWS, MAX_TEMPORARY_SIZE // total.shape[1])
         for part, rows in zip(total.split(size), left.split(size), strict=True):
             part += product(rows, right)
 
 
 def _uses_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    plain = (
-        ONEDNN is not None
-        and is_plain(left)
-        and is_plain(right)
-        and (bias is None or is_plain(bias))
+    are_plain = is_plain(left) and is_plain(right) and (bias is None or is_plain(bias))
+    return (
+        ONEDNN_LINEAR is not None
+        and are_plain
+        and left.dtype == right.dtype == torch.float32
+        and left.numel() > 0
     )
-    return plain and left.dtype == right.dtype == torch.float32 and left.numel() > 0
 
 
 class _LinearFunction(torch.autograd.Function):
+    """Autograd function behind `linear`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -216,7 +221,7 @@ def compute_weight_gradient(
     return None
 
 
-MULTIPLE = 16  # required divisor of both sizes of a matrix
+FP8_SIZE_MULTIPLE = 16  # required divisor of both sizes of a matrix
 LEAST_FP8_CAPABILITY = (9, 0)  # Hopper
 
 NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
@@ -229,7 +234,7 @@ def find_fp8_obstacle(device: torch.device) -> str | None:
         or torch.version.hip is not None
         or torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY
     ):
-        return f"{device} has no such products; an H100 or a later GPU of NVIDIA has"
+        return f"{device} has no fp8 matrix products, but NVIDIA GPUs from the H100 on have"
     return None
 
 
@@ -249,7 +254,7 @@ class Fp8Product:
     @staticmethod
     def supports(weight: Tensor) -> bool:
         """Return whether the sizes of `weight` allow a matrix multiplication in fp8."""
-        return all(size % MULTIPLE == 0 for size in weight.shape)
+        return all(size % FP8_SIZE_MULTIPLE == 0 for size in weight.shape)
 
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -260,7 +265,7 @@ class Fp8Product:
             Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate
         )
         with torch.device("meta"):
-            holder = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False))
+            holder = nn.Sequential(nn.Linear(FP8_SIZE_MULTIPLE, FP8_SIZE_MULTIPLE, bias=False))
         self._layer = convert_to_float8_training(holder, config=config)[0]
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -268,7 +273,7 @@ class Fp8Product:
         return output
 
 
-ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
+ALIGNMENT = 16  # bytes: the kernel reads rows that begin at multiples of this
 
 
 @dataclass(frozen=True)
@@ -305,26 +310,27 @@ def serves_groups(x: Tensor, *weights: Tensor) -> bool:
     not supported, because torch's kernel for them leaves memory unwritten (pytorch pull request
     174314).
     """
-    plain = (
+    is_supported = (
         x.dtype == torch.bfloat16
         and x.device.type in ("cuda", "meta")
         and torch.version.hip is None
     )
-    least = ALIGNMENT // x.element_size()
-    return plain and all(
-        w.dtype == x.dtype and not (w.shape[1] % least or w.shape[2] % least) for w in weights
+    multiple = ALIGNMENT // x.element_size()
+    return is_supported and all(
+        w.dtype == x.dtype and not (w.shape[1] % multiple or w.shape[2] % multiple) for w in weights
     )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """Return each row of x multiplied by the transposed matrix of its group, [rows, out].
+    """Multiply each row of x by the transposed matrix of the row's group; return [rows, out].
 
-    x [rows, in] is sorted by group, and `weight` [groups, out, in] contains the matrices. The
-    result can be differentiated once with respect to x and weight.
+    The rows of x [rows, in] are sorted by group, and `weight` [groups, out, in] contains the
+    matrices. The result can be differentiated once with respect to x and weight.
     """
     if serves_groups(x, weight):
         return _GroupedLinear.apply(x, weight, groups)
-    # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
+    # The backward pass of `unbind` makes one stack of gradients; the backward pass of each
+    # `weight[e]` would make a gradient as large as the whole weight.
     matrices = weight.unbind()
     outputs = [
         linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)
@@ -334,6 +340,8 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """Autograd function behind `grouped_linear`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -343,7 +351,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), grad_out, groups = ctx.saved_tensors, gradients[0].contiguous(), ctx.groups
+        x, weight = ctx.saved_tensors
+        grad_out = gradients[0].contiguous()
+        groups = ctx.groups
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = F.grouped_mm(grad_out, weight, offs=groups.ends)

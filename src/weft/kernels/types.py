@@ -17,13 +17,13 @@ class AttentionSpec:
     The attention weights are softmax(scale * q k^T) over the visible keys. With a `softcap`, they
     are softmax(softcap * tanh(scale * q k^T / softcap)). `window` is the number of keys that a
     position sees, including itself; None means no limit. `dropout` is the probability with which an
-    attention weight is dropped in training.
+    attention weight is dropped, if the pass has dropout keys.
     """
 
     scale: float
-    window: int | None = None  # keys a position sees, itself included
+    window: int | None = None
     softcap: float | None = None
-    dropout: float = 0.0  # drop probability of attention weights, used if the pass has dropout keys
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class AttentionState:
     disjoint.
     """
 
-    out: Tensor  # [..., rows, dim]
-    lse: Tensor  # [..., rows]: log of the sum of exp(score)
+    out: Tensor
+    lse: Tensor
 
     def __getitem__(self, part: slice | Tensor) -> AttentionState:
         return AttentionState(self.out[part], self.lse[part])
@@ -47,20 +47,20 @@ class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
     A segment is a range of rows that attend to a range of keys. It is given by four numbers: first
-    row, number of rows, first key, number of keys. The segments of `own` do not overlap, and
-    neither do those of `across`.
+    row, number of rows, first key, number of keys. The segments of `causal` do not overlap, and
+    neither do those of `full`.
 
     Attributes:
-        own: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
+        causal: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
             attends to all keys of the segment, the row before it to all except the last key, and so
             on.
-        across: Segments in which every row attends to all keys, in addition to its keys in `own`,
-            int64 [S, 4] on the host; None if there are none.
-        window: If set, each row attends only to the last `window` of its keys in `own`.
+        full: Segments in which every row attends to all keys, in addition to its keys in `causal`,
+            int64 [S, 4] on the host; None if there are no such segments.
+        window: If set, each row attends only to the last `window` of its keys in `causal`.
     """
 
-    own: Tensor
-    across: Tensor | None = None
+    causal: Tensor
+    full: Tensor | None = None
     window: int | None = None
 
 
@@ -70,14 +70,14 @@ class VarlenLengths:
 
     The queries of sequence i are rows `queries[i]:queries[i + 1]` of the concatenated queries, and
     its keys are rows `keys[i]:keys[i + 1]` of the concatenated keys. For S sequences, both tensors
-    are int32 [S+1]. `most_queries` and `most_keys` are the largest numbers of queries and keys of a
-    sequence. If a sequence has fewer queries than keys, its queries belong to its last tokens.
+    are int32 [S + 1]. `most_queries` and `most_keys` are the largest numbers of queries and keys of
+    a sequence. If a sequence has fewer queries than keys, its queries belong to its last tokens.
     """
 
-    queries: Tensor  # int32 [S + 1]: first query of each sequence, then the total
-    keys: Tensor  # int32 [S + 1]: the same for keys
-    most_queries: int  # largest number of queries of a sequence
-    most_keys: int  # largest number of keys of a sequence
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,6 @@ class SoftmaxStatistics:
     None if not requested.
     """
 
-    lse: Tensor  # [R]: log of the sum of exp
-    entropy: Tensor | None  # [R], in nats
-    best: Tensor | None  # int64 [R]: the most likely id, the first on ties
+    lse: Tensor
+    entropy: Tensor | None
+    best: Tensor | None

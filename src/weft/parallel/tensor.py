@@ -74,7 +74,7 @@ class SplitVocabulary:
     def count_ids(self, columns: int) -> int:
         return self.vocab_size
 
-    def count_most_columns(self, columns: int) -> int:
+    def count_max_columns(self, columns: int) -> int:
         """Return the largest number of ids of a rank, so that all ranks have equal chunks."""
         return -(-self.vocab_size // self.group.size())
 

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> is a chat
 TOKENIZERS = ("/tokenize", "/detokenize", "/tokenizer_info")
-OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
-MODEL = re.compile(
+PUBLIC_PATHS = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
+MODEL_PATH = re.compile(
     r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?(?P<rest>/ready|/infer|/config)?"
 )
 EXTENSIONS = ["binary_tensor_data"]
@@ -62,11 +62,13 @@ class ServerApp:
 
     @property
     def policy(self) -> ServedModel | None:
+        """Served policy, or None if the server has only a reward model."""
         return next((model for model in self.models.values() if model.spec is not None), None)
 
     @property
     def inference_endpoint(self) -> InferenceEndpoint:
-        return InferenceEndpoint(self.models, self.metrics, self.limits.most_load, self.background)
+        """Endpoint for metadata and inference of all models."""
+        return InferenceEndpoint(self.models, self.metrics, self.limits.max_load, self.background)
 
     async def __call__(
         self,
@@ -77,7 +79,7 @@ class ServerApp:
         if scope["type"] != "http":
             raise ValueError(f"this server supports only HTTP, not {scope['type']}")
         exchange = HttpExchange(scope, receive, send)
-        began = time.perf_counter()
+        start = time.perf_counter()
         endpoint = self._find_endpoint(exchange.path)
         status = ""
         try:
@@ -90,28 +92,29 @@ class ServerApp:
             refused = _convert_exception(error, self.limits.seconds)
             status = str(refused.status)
             await self._refuse(exchange, refused)
-        self.metrics.count_answer(
-            endpoint, status or str(exchange.status), time.perf_counter() - began
-        )
+        seconds = time.perf_counter() - start
+        self.metrics.count_answer(endpoint, status or str(exchange.status), seconds)
 
     def _find_endpoint(self, path: str) -> str:
         """Return the label under which the metrics count requests to a path.
 
         All unknown paths have the same label, so that clients cannot create new time series.
         """
-        known = (*COMPLETIONS, *TOKENIZERS, *OPEN, "/v1/models", "/v2")
-        if path in known:
+        known_paths = (*COMPLETIONS, *TOKENIZERS, *PUBLIC_PATHS, "/v1/models", "/v2")
+        if path in known_paths:
             return path
-        match = MODEL.fullmatch(path)
+        match = MODEL_PATH.fullmatch(path)
         return f"/v2/models{match['rest'] or ''}" if match else "other"
 
     async def _route_request(self, exchange: HttpExchange) -> None:
         """Pass a request to its endpoint. Raises `RequestRefused` for unknown paths and methods."""
+        # Answer health checks, which need no token.
         if exchange.path == "/v2/health/live" and exchange.method == "GET":
             return await exchange.reply(200, b"")
         if exchange.path == "/v2/health/ready" and exchange.method == "GET":
-            ready = all(model.worker.is_alive for model in self.models.values())
-            return await exchange.reply(200 if ready else 503, b"")
+            is_ready = all(model.worker.is_alive for model in self.models.values())
+            return await exchange.reply(200 if is_ready else 503, b"")
+        # Route all other requests by their path.
         self._check_allowed(exchange)
         if exchange.path in COMPLETIONS:
             self._check_method(exchange, "POST")
@@ -120,13 +123,12 @@ class ServerApp:
             return await self._answer_tokenizer_request(exchange)
         if exchange.path == "/v1/models" or exchange.path.startswith("/v1/models/"):
             self._check_method(exchange, "GET")
-            return await exchange.reply_json(
-                self._describe_models(exchange.path.removeprefix("/v1/models").lstrip("/"))
-            )
+            name = exchange.path.removeprefix("/v1/models").lstrip("/")
+            return await exchange.reply_json(self._describe_models(name))
         if exchange.path in ("/v2", "/v2/"):
             self._check_method(exchange, "GET")
             return await exchange.reply_json(self.inference_endpoint.describe_server())
-        if match := MODEL.fullmatch(exchange.path):
+        if match := MODEL_PATH.fullmatch(exchange.path):
             return await self._answer_model_request(
                 exchange, match["name"], match["version"], match["rest"]
             )
@@ -144,31 +146,28 @@ class ServerApp:
             raise RequestRefused(400, "model is missing or not a string", param="model")
         if policy is None or name != policy.name:
             if policy:
-                here = f"this server has {policy.name}"
+                hint = f"this server has {policy.name}"
             else:
-                here = "this server has only a reward model, which generates no text"
+                hint = "this server has only a reward model, which generates no text"
             if name in self.models:
-                scores = (
-                    f"it is a reward model, whose scores are at /v2/models/{name}/infer; {here}"
+                message = (
+                    f"no text generation by {name[:80]!r}; it is a reward model, whose scores are "
+                    f"at /v2/models/{name}/infer; {hint}"
                 )
             else:
-                scores = here
-            what = "no text generation by" if name in self.models else "unknown model"
-            raise RequestRefused(
-                404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found"
-            )
-        await CompletionEndpoints(
-            policy, self.metrics, self.limits, self.background
-        ).answer_request(exchange, body, chat=chat)
+                message = f"unknown model {name[:80]!r}; {hint}"
+            raise RequestRefused(404, message, param="model", code="model_not_found")
+        endpoints = CompletionEndpoints(policy, self.metrics, self.limits, self.background)
+        await endpoints.answer_request(exchange, body, chat=chat)
 
     async def _answer_tokenizer_request(self, exchange: HttpExchange) -> None:
         """Answer a request about the tokenizer of the model that it names, by default the policy.
 
         Raises `RequestRefused` if the request is invalid.
         """
-        describes = exchange.path == "/tokenizer_info"
-        self._check_method(exchange, "GET" if describes else "POST")
-        body = {} if describes else await self.background.read(await self._read_body(exchange))
+        is_info = exchange.path == "/tokenizer_info"
+        self._check_method(exchange, "GET" if is_info else "POST")
+        body = {} if is_info else await self.background.read(await self._read_body(exchange))
         name = body.get("model")
         if name is None:
             model = self.policy or next(iter(self.models.values()))
@@ -177,7 +176,7 @@ class ServerApp:
         else:
             raise build_unknown_model_error(str(name), self.models)
         endpoints = TokenizerEndpoints(PromptReader(model, self.limits, self.background))
-        if describes:
+        if is_info:
             return await exchange.reply_json(endpoints.describe())
         answer = await self.background.run(ANSWERS[exchange.path], endpoints, body)
         text = await self.background.run(encode_json, answer)
@@ -221,9 +220,9 @@ class ServerApp:
         `RequestRefused` for an unknown model.
         """
         cards = {}
-        for each in self.models:
-            cards[each] = {
-                "id": each,
+        for model in self.models:
+            cards[model] = {
+                "id": model,
                 "object": "model",
                 "created": self.started,
                 "owned_by": "weft",
@@ -235,7 +234,7 @@ class ServerApp:
         return cards[name]
 
     def _check_allowed(self, exchange: HttpExchange) -> None:
-        """Raise `RequestRefused` if the request does not carry the server's token.
+        """Raise `RequestRefused` if the request does not have the server's token.
 
         If the server has no token, requests with an `Origin` header are refused, because they come
         from scripts of web pages.
@@ -252,6 +251,7 @@ class ServerApp:
             )
 
     def _check_method(self, exchange: HttpExchange, method: str) -> None:
+        """Raise `RequestRefused` if the request has another method than `method`."""
         if exchange.method != method:
             raise RequestRefused(
                 405, f"{exchange.method} is not allowed for this path; use {method}"
@@ -270,10 +270,12 @@ class ServerApp:
             await exchange.send_event(json.dumps(value))
             await exchange.end()
             return
-        headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(
-            refused.status, {}
-        )
-        if refused.status in (408, 413):
+        headers: dict[str, str] = {}
+        if refused.status == 401:
+            headers = {"www-authenticate": "Bearer"}
+        elif refused.status == 429:
+            headers = {"retry-after": "1"}
+        elif refused.status in (408, 413):
             headers = {"connection": "close"}
         await exchange.reply_json(value, refused.status, headers)
 
@@ -285,12 +287,10 @@ def build_unknown_model_error(name: str, models: Collection[str]) -> RequestRefu
 
 
 def is_authorized(header: str | None, token: str) -> bool:
-    """Return whether an `Authorization` header carries `token`; the comparison takes constant time."""
-    scheme, _, given = (header or "").partition(" ")
-    return (
-        secrets.compare_digest(given.strip().encode(), token.encode())
-        and scheme.lower() == "bearer"
-    )
+    """Return whether an `Authorization` header contains `token`, compared in constant time."""
+    scheme, _, sent_token = (header or "").partition(" ")
+    is_equal = secrets.compare_digest(sent_token.strip().encode(), token.encode())
+    return is_equal and scheme.lower() == "bearer"
 
 
 def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
@@ -305,9 +305,7 @@ def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
         return RequestRefused(
             504, f"no answer within {seconds:g} seconds, the server's --timeout", code="timeout"
         )
-    if isinstance(error, DataError):
-        return RequestRefused(400, str(error))
-    if isinstance(error, UserError):
+    if isinstance(error, DataError | UserError):
         return RequestRefused(400, str(error))
     log.error("a request failed", exc_info=error)
     return RequestRefused(
@@ -318,16 +316,17 @@ def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
 
 
 def _build_error_object(refused: RequestRefused) -> dict[str, Any]:
-    kinds = {
+    """Return an error in OpenAI's format."""
+    types = {
         401: "authentication_error",
         403: "permission_error",
         404: "not_found_error",
         429: "rate_limit_error",
     }
-    usual = "server_error" if refused.status >= 500 else "invalid_request_error"
+    default_type = "server_error" if refused.status >= 500 else "invalid_request_error"
     return {
         "message": refused.message,
-        "type": kinds.get(refused.status, usual),
+        "type": types.get(refused.status, default_type),
         "param": refused.param,
         "code": refused.code,
     }
@@ -337,13 +336,13 @@ def _build_error_object(refused: RequestRefused) -> dict[str, Any]:
 class InferenceEndpoint:
     """Endpoint for the metadata of all served models, and for inference with these models.
 
-    `most_load` limits the load of each model, which is the number of its unfinished completions and
+    `max_load` limits the load of each model, which is the number of its unfinished completions and
     unscored token sequences. Requests above the limit are refused.
     """
 
     models: Mapping[str, ServedModel]
     metrics: ServerMetrics
-    most_load: int
+    max_load: int
     background: BackgroundWork
 
     def describe_server(self) -> dict[str, Any]:
@@ -369,11 +368,12 @@ class InferenceEndpoint:
 
         Raises `RequestRefused` if the request is invalid or the model is overloaded.
         """
+        # Read the request, and run the model.
         try:
             size = compute_header_size(body, _read_header_length(exchange))
             header = await self.background.read(body[:size])
             inputs = await self.background.run(read_tensors, body, size, header, "inputs")
-            wanted, binary = _read_outputs(header, served)
+            output_names, binary = _read_outputs(header, served)
             parameters = header.get("parameters") or {}
             if not isinstance(parameters, Mapping):
                 raise DataError("parameters must be an object")
@@ -382,16 +382,22 @@ class InferenceEndpoint:
             )
         except DataError as error:
             raise RequestRefused(400, str(error)) from None
-        head = {"model_name": served.name, "model_version": VERSION}
+        # Send the requested outputs.
+        reply_header = {"model_name": served.name, "model_version": VERSION}
         if header.get("id") is not None:
-            head["id"] = header["id"]
-        outputs = {name: tensors[name] for name in wanted}
-        raw, length = await self.background.run(pack, head, "outputs", outputs, binary)
-        if length is None:
-            await exchange.reply(200, raw)
+            reply_header["id"] = header["id"]
+        outputs = {name: tensors[name] for name in output_names}
+        reply_body, header_length = await self.background.run(
+            pack, reply_header, "outputs", outputs, binary
+        )
+        if header_length is None:
+            await exchange.reply(200, reply_body)
         else:
             await exchange.reply(
-                200, raw, "application/octet-stream", {LENGTH_HEADER.lower(): str(length)}
+                200,
+                reply_body,
+                "application/octet-stream",
+                {LENGTH_HEADER.lower(): str(header_length)},
             )
 
     async def infer(
@@ -401,7 +407,7 @@ class InferenceEndpoint:
 
         Raises `DataError` for invalid inputs, and `RequestRefused` if the model is overloaded.
         """
-        if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
+        if served.worker.load + len(inputs.get(IDS, ())) > self.max_load:
             raise RequestRefused(
                 429, "the server is at its load limit; try again later", code="overloaded"
             )
@@ -411,6 +417,10 @@ class InferenceEndpoint:
 
 
 def _read_header_length(exchange: HttpExchange) -> int | None:
+    """Return the length of the body's JSON part in bytes, or None if the request does not state it.
+
+    Raises `DataError` if it is not a whole number.
+    """
     text = exchange.headers.get(LENGTH_HEADER.lower())
     if text is None:
         return None
@@ -420,12 +430,12 @@ def _read_header_length(exchange: HttpExchange) -> int | None:
 
 
 def _read_outputs(header: Mapping[str, Any], served: ServedModel) -> tuple[list[str], set[str]]:
-    """Return the names of the requested outputs, and of those to send as binary data.
+    """Return the names of the requested outputs, and of the outputs to send as binary data.
 
     `header` is the JSON part of the request. Raises `DataError` for an output that the model does
     not have.
     """
-    usual = read_flag(header, "binary_data_output", False)
+    default = read_flag(header, "binary_data_output", False)
     entries = header.get("outputs")
     if entries is None or entries == []:
         entries = [{"name": served.output}]
@@ -436,7 +446,7 @@ def _read_outputs(header: Mapping[str, Any], served: ServedModel) -> tuple[list[
             raise DataError(
                 f"model {served.name!r} has no output {entry.get('name')!r}; it has {served.output}"
             )
-    if any(read_flag(entry, "binary_data", usual) for entry in entries):
+    if any(read_flag(entry, "binary_data", default) for entry in entries):
         binary = {served.output}
     else:
         binary = set()

@@ -30,7 +30,7 @@ Tensor = npt.NDArray[Any]
 IDS = "input_ids"
 MASK = "attention_mask"
 STARTS = "prompt_length"
-PART = 8192  # numbers encoded per chunk
+CHUNK_SIZE = 8192  # numbers that are encoded at a time, so that other threads can run in between
 LENGTH_HEADER = "Inference-Header-Content-Length"  # number of JSON bytes before the raw tensors
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -46,9 +46,10 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-MOST_VALUES = 200_000  # limit per large JSON body, not counting lists converted to arrays
-ARRAYS = ("prompt", "data", "tokens")  # keys whose lists of numbers become arrays: faster to pickle
-SHORT = 64  # shorter lists are not converted
+MAX_VALUES = 200_000  # limit per large JSON body, not counting lists that become arrays
+# Keys whose lists of numbers are converted to arrays, which are faster to pickle.
+ARRAY_KEYS = ("prompt", "data", "tokens")
+MIN_ARRAY_SIZE = 64  # shorter lists are not converted
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def pack(
         else:
             # Encode the numbers in chunks, so that other threads can run in between.
             flat = tensor.ravel()
-            chunks = (flat[start : start + PART] for start in range(0, len(flat), PART))
+            chunks = (flat[start : start + CHUNK_SIZE] for start in range(0, len(flat), CHUNK_SIZE))
             numbers = ", ".join(json.dumps(chunk.tolist())[1:-1] for chunk in chunks)
             entries.append(_append_entry(entry, "data", f"[{numbers}]"))
     text = _append_entry(header, key, f"[{', '.join(entries)}]").encode()
@@ -136,21 +137,20 @@ def read_tensors(body: bytes, size: int, header: Mapping[str, Any], key: str) ->
     if not isinstance(entries, list):
         raise DataError(f"{key} must be a list of tensors")
     tensors: dict[str, Tensor] = {}
-    at = size
+    offset = size
     for entry in entries:
         name, dtype, shape = _read_description(entry, key)
         if name in tensors:
             raise DataError(f"{key} has the tensor {name!r} twice")
-        count = _read_integer_parameter(entry, "binary_data_size")
-        if count is None:
+        num_bytes = _read_integer_parameter(entry, "binary_data_size")
+        if num_bytes is None:
             tensors[name] = _from_list(name, dtype, shape, entry.get("data"))
         else:
-            tensors[name] = from_bytes(
-                name, dtype, shape, body[at : at + count] if count >= 0 else b""
-            )
-            at += count
-    if at != len(body):
-        raise DataError(f"the body is {len(body) - at} bytes longer than its tensors")
+            raw = body[offset : offset + num_bytes] if num_bytes >= 0 else b""
+            tensors[name] = from_bytes(name, dtype, shape, raw)
+            offset += num_bytes
+    if offset != len(body):
+        raise DataError(f"the body is {len(body) - offset} bytes longer than its tensors")
     return tensors
 
 
@@ -168,8 +168,7 @@ def read_object(text: bytes) -> dict[str, Any]:
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
     """Return the tensor stored in `raw` as little-endian numbers.
 
-    Raises `DataError`, naming the tensor by its `name`, if the number of bytes does not match the
-    shape.
+    Raises a `DataError` that names the tensor if the number of bytes does not match the shape.
     """
     dtype = DATATYPES[check_datatype(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
@@ -238,10 +237,12 @@ def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Ten
     """
     if not isinstance(data, (list, np.ndarray)):
         raise DataError(f"tensor {name!r} has neither data nor binary_data_size")
+    # Kinds of arrays that can be converted to each kind of datatype.
+    convertible = {"b": "b", "i": "i", "u": "iu", "f": "fiu"}
     kind = DATATYPES[datatype].kind
     try:
         array = np.array(data)
-        if array.size and array.dtype.kind not in {"b": "b", "i": "i", "u": "iu", "f": "fiu"}[kind]:
+        if array.size and array.dtype.kind not in convertible[kind]:
             raise ValueError("of another type")
         tensor = array.astype(DATATYPES[datatype])
         if kind in "iu" and not np.array_equal(tensor, array):
@@ -256,58 +257,60 @@ def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Ten
 def main() -> None:
     """Parse JSON bodies from standard input until it ends.
 
-    Python's JSON parser holds the GIL until it is done: a list of five million numbers would delay
-    health checks by a second, so the server has this done in a child process. A request on standard
-    input consists of the body's length in bytes, as an 8-byte little-endian integer, and the body.
-    The answer on standard output has the same layout; its content is a pickled ("ok", value) or
-    ("error", message).
+    This is done in a child process, because Python's JSON parser holds the GIL until it is done: a
+    list of five million numbers would delay the server's health checks by a second. A request on
+    standard input consists of the body's length in bytes, as an 8-byte little-endian integer, and
+    the body. The answer on standard output has the same layout; its content is a pickled
+    ("ok", value) or ("error", message).
     """
-    given = sys.stdin.buffer
-    out = sys.stdout.buffer
-    while head := given.read(8):
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
+    while length := requests.read(8):
         answer: tuple[str, Any]
         try:
-            answer = (
-                "ok",
-                CompactConverter().convert_value(
-                    json.loads(given.read(int.from_bytes(head, "little")))
-                ),
-            )
+            value = json.loads(requests.read(int.from_bytes(length, "little")))
+            answer = "ok", CompactConverter().convert_value(value)
         except (ValueError, RecursionError) as error:
             answer = "error", f"the body is not JSON: {error}"
         content = pickle.dumps(answer, protocol=5)
-        out.write(len(content).to_bytes(8, "little") + content)
-        out.flush()
+        answers.write(len(content).to_bytes(8, "little") + content)
+        answers.flush()
 
 
 class CompactConverter:
-    """Converter of parsed JSON, which turns long lists of numbers into arrays.
+    """Converter of parsed JSON, which converts long lists of numbers to arrays.
 
-    Only lists under the keys "prompt", "data" and "tokens" (the constant `ARRAYS`) are converted.
-    `convert_value` raises `ValueError` if the rest of the JSON has more than `MOST_VALUES` values.
+    Only lists under the keys in `ARRAY_KEYS` are converted.
     """
 
     def __init__(self) -> None:
         self._count = 0
 
     def convert_value(self, parsed: Any, *, arrays: bool = False) -> Any:
+        """Return `parsed` with long lists of numbers as arrays.
+
+        `arrays` is True for values under one of the keys in `ARRAY_KEYS`. Raises `ValueError` if
+        the JSON has more than `MAX_VALUES` values, not counting the elements of arrays.
+        """
         if isinstance(parsed, dict):
-            self._add(len(parsed))
-            value = {}
-            for key, each in parsed.items():
-                value[key] = self.convert_value(each, arrays=arrays or key in ARRAYS)
-            return value
+            self._count_values(len(parsed))
+            converted = {}
+            for key, value in parsed.items():
+                converted[key] = self.convert_value(value, arrays=arrays or key in ARRAY_KEYS)
+            return converted
         if not isinstance(parsed, list):
             return parsed
-        if arrays and len(parsed) >= SHORT and (array := convert_numbers(parsed)) is not None:
-            return array
-        self._add(len(parsed))
-        return [self.convert_value(each, arrays=arrays) for each in parsed]
+        if arrays and len(parsed) >= MIN_ARRAY_SIZE:
+            array = convert_numbers(parsed)
+            if array is not None:
+                return array
+        self._count_values(len(parsed))
+        return [self.convert_value(value, arrays=arrays) for value in parsed]
 
-    def _add(self, count: int) -> None:
+    def _count_values(self, count: int) -> None:
         self._count += count
-        if self._count > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values")
+        if self._count > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values")
 
 
 def convert_numbers(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
@@ -315,11 +318,11 @@ def convert_numbers(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
 
     Returns None if the list contains anything but numbers, or an integer too large for int64.
     """
-    kinds = set(map(type, numbers))
+    types = set(map(type, numbers))
     try:
-        if kinds == {int}:
+        if types == {int}:
             return np.array(numbers, np.int64)
-        if kinds in ({float}, {float, int}):
+        if types in ({float}, {float, int}):
             return np.array(numbers, np.float64)
     except OverflowError:
         return None

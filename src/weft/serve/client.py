@@ -1,7 +1,8 @@
 """Backend `service`: scores and log-probs of a model that is served at a URL.
 
-Requests follow the open inference protocol (KServe v2). They are sent concurrently, and again after
-failures that may be temporary. A transport's calls return an answer or a `RequestFailure`.
+Requests follow the open inference protocol (KServe v2). They are sent concurrently, and are sent
+again after failures that may be temporary. The calls of a transport return an answer or a
+`RequestFailure`.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ T = TypeVar("T")
 Vector = npt.NDArray[np.float32]
 Row = tuple[list[int], int]  # (token ids, number of them that belong to the prompt)
 
-# Names of a model's outputs that provide each output; preferred names come first.
-NAMES: Mapping[str, Sequence[str]] = {
+# For each of weft's outputs, the names of a model's outputs that provide it, preferred names first.
+OUTPUT_NAMES: Mapping[str, Sequence[str]] = {
     "scores": ("rewards", "scores"),
     "logprobs": ("logprobs", "logits"),
 }
-LOGIT_ROWS = 8  # maximum rows of a request whose answer is whole logits
-ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
+LOGIT_ROWS = 8  # most rows of a request whose answer is all logits
+ROLES = {"score": "rew", "lm": "ref"}  # head -> name of the role
 STATUS_FIXES = {
     401: "set the token that the server asks for in the environment variable that service.token_env names",
     404: "check the model's name at the end of url",
@@ -76,30 +77,29 @@ def service(spec: ModelSpec, layout: Layout) -> NullEngine:
         raise ConfigError(
             f"url={spec.url!r}: a role that is trained has its network here; set path"
         )
-    client = ServiceClient(
-        ROLES[spec.head],
-        ServiceAddress.parse(ROLES[spec.head], spec.url, spec.service),
-        spec.service,
-    )
+    role = ROLES[spec.head]
+    server = ServiceAddress.parse(role, spec.url, spec.service)
+    client = ServiceClient(role, server, spec.service)
     return NullEngine(layout, client.compute, f"served by {spec.url}")
 
 
 @dataclass
 class ServiceClient:
-    """Client that requests a role's outputs from the server at `place`.
+    """Client that requests a role's outputs from a server.
 
-    It replaces `Engine.forward` for this role. `role` is the role's name, for error messages.
+    Its method `compute` replaces `Engine.forward` for this role. `role` is the role's name, for
+    error messages.
     """
 
     role: str
-    place: ServiceAddress
+    server: ServiceAddress
     spec: ServiceSpec
     _transport: ServiceTransport = field(init=False, repr=False)
-    _known: ServiceMetadata | None = field(default=None, repr=False)
+    _metadata: ServiceMetadata | None = field(default=None, repr=False)  # None before a request
     _closing: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
-        self._transport = build_transport(self.place, self.spec.timeout_s)
+        self._transport = build_transport(self.server, self.spec.timeout_s)
 
     def compute(
         self, batch: SequenceSample, want: frozenset[Output], temperature: float
@@ -109,53 +109,51 @@ class ServiceClient:
         Raises `RunError` with role, URL and cause if all attempts fail, and `ConfigError` for an
         output that the model does not provide.
         """
-        (wanted,) = want
-        if wanted not in NAMES or "support" in batch.keys:
+        (output,) = want
+        if output not in OUTPUT_NAMES or "support" in batch.keys:
+            restriction = ""
             if "support" in batch.keys:
-                limited = " over the ids that a sampling limit kept"
-            else:
-                limited = ""
+                restriction = " over the ids that a sampling limit kept"
             raise ConfigError(
-                f"{self.role}.url: a server gives scores and log-probs, not {wanted}{limited}"
+                f"{self.role}.url: a server gives scores and log-probs, not {output}{restriction}"
             )
         # Split the sequences into requests.
-        name = self._choose_output(wanted, temperature)
+        name = self._choose_output(output, temperature)
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
         rows = []
         for group, completion in zip(
             batch.group_of("completion"), batch.sequences("completion"), strict=True
         ):
-            rows.append(([*prompts[int(group)], *completion.tolist()], len(prompts[int(group)])))
+            prompt = prompts[int(group)]
+            rows.append(([*prompt, *completion.tolist()], len(prompt)))
+        max_rows = self.spec.rows
         if name == "logits":
-            size = min(self.spec.rows, LOGIT_ROWS)
-        else:
-            size = self.spec.rows
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+            max_rows = min(max_rows, LOGIT_ROWS)
+        requests = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
         # Send them concurrently, and join the answers in order.
-        answers = [
-            values
-            for part in self._map_concurrently(
-                lambda part: self._ask(part, name, temperature), parts
-            )
-            for values in part
-        ]
-        if wanted == "scores":
-            return batch.one_per("completion", scores=np.array(answers, np.float32)).select(
-                keys=["scores"]
-            )
-        flat = np.concatenate(answers) if answers else np.zeros(0, np.float32)
-        return batch.like("completion", logprobs=flat.astype(np.float32)).select(keys=["logprobs"])
+        answers: list[Any] = []
+        for values in self._map_concurrently(
+            lambda request: self._request_rows(request, name, temperature), requests
+        ):
+            answers += values
+        if output == "scores":
+            scores = np.array(answers, np.float32)
+            return batch.one_per("completion", scores=scores).select(keys=["scores"])
+        logprobs = np.concatenate(answers) if answers else np.zeros(0, np.float32)
+        return batch.like("completion", logprobs=logprobs.astype(np.float32)).select(
+            keys=["logprobs"]
+        )
 
     def _map_concurrently(
-        self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
+        self, send: Callable[[list[Row]], list[Any]], requests: Sequence[list[Row]]
     ) -> list[list[Any]]:
-        """Call `ask` on each list of rows in `parts` concurrently, and return the answers in order.
+        """Call `send` for the rows of each request concurrently, and return the answers in order.
 
-        `ask` sends one request. After a failure, no more requests are sent.
+        After a failure, no more requests are sent.
         """
         self._closing.clear()
         with ThreadPoolExecutor(self.spec.concurrency) as pool:
-            futures = [pool.submit(ask, part) for part in parts]
+            futures = [pool.submit(send, rows) for rows in requests]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -163,60 +161,62 @@ class ServiceClient:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _choose_output(self, wanted: str, temperature: float) -> str:
-        """Return the name of the model's output from which `wanted` can be computed.
+    def _choose_output(self, output: str, temperature: float) -> str:
+        """Return the name of the model's output from which `output` can be computed.
 
         Raises `ConfigError` if no output is suitable.
         """
-        if self._known is None:
-            self._known = self._call_with_retries(self._transport.fetch_metadata)
-        candidates = []
-        for name in NAMES[wanted]:
-            if name in self._known.outputs:
-                candidates.append(name)
-        if not candidates or IDS not in self._known.inputs:
+        if self._metadata is None:
+            self._metadata = self._call_with_retries(self._transport.fetch_metadata)
+        candidates = [name for name in OUTPUT_NAMES[output] if name in self._metadata.outputs]
+        if not candidates or IDS not in self._metadata.inputs:
             raise ConfigError(
-                f"{self.role}.url={self.place.url}: this model takes "
-                f"{', '.join(self._known.inputs)} and gives "
-                f"{', '.join(self._known.outputs)}; it must take {IDS} and give "
-                f"{' or '.join(NAMES[wanted])}"
+                f"{self.role}.url={self.server.url}: this model takes "
+                f"{', '.join(self._metadata.inputs)} and gives "
+                f"{', '.join(self._metadata.outputs)}; it must take {IDS} and give "
+                f"{' or '.join(OUTPUT_NAMES[output])}"
             )
-        if temperature != 1.0 and candidates[0] == "logprobs" and STARTS not in self._known.inputs:
+        if (
+            temperature != 1.0
+            and candidates[0] == "logprobs"
+            and STARTS not in self._metadata.inputs
+        ):
             raise ConfigError(
-                f"{self.role}.url={self.place.url}: this model gives log-probs at temperature 1, "
+                f"{self.role}.url={self.server.url}: this model gives log-probs at temperature 1, "
                 f"and completions are sampled "
                 f"at {temperature:g}; sample at 1, or use weft serve or a model that gives logits"
             )
         return candidates[0]
 
-    def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
+    def _request_rows(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
         """Send one request for the model's output `name`, and return one answer per row.
 
         The answers are the scores of the rows, or the log-probs of their completions. Raises
         `RunError` if the shape of the response does not match the request.
         """
-        assert self._known is not None
-        inputs = self._build_inputs(rows, self._known.inputs)
+        assert self._metadata is not None
+        inputs = self._build_inputs(rows, self._metadata.inputs)
+        parameters = {}
         if name == "logprobs" and temperature != 1.0:
-            own = {"temperature": float(temperature)}
-        else:
-            own = {}
+            parameters = {"temperature": float(temperature)}
         values = to_host_array(
-            self._call_with_retries(lambda: self._transport.infer(inputs, name, own))
+            self._call_with_retries(lambda: self._transport.infer(inputs, name, parameters))
         )
-        # A server of another model may answer with another shape.
-        tokens = len(rows)
+        # Check the shape, because the server's model may be another one.
+        num_rows = len(rows)
         longest = inputs[IDS].shape[1]
         shapes = {
-            "logprobs": (tokens, longest),
-            "logits": (tokens, longest, values.shape[-1] if values.ndim else 0),
+            "logprobs": (num_rows, longest),
+            "logits": (num_rows, longest, values.shape[-1] if values.ndim else 0),
         }
-        if values.shape != shapes.get(name, values.shape) or (
-            name not in shapes and values.size != tokens
-        ):
+        if name in shapes:
+            is_valid = values.shape == shapes[name]
+        else:
+            is_valid = values.size == num_rows
+        if not is_valid:
             raise RunError(
-                f"{self._describe_address()}: the output {name} has the shape {list(values.shape)} for "
-                f"{tokens} x {longest} tokens"
+                f"{self._describe_address()}: the output {name} has the shape "
+                f"{list(values.shape)} for {num_rows} x {longest} tokens"
             )
         # Cut the padded answer into one result per row.
         if name not in shapes:
@@ -226,11 +226,8 @@ class ServiceClient:
             if name == "logprobs":
                 logprobs.append(values[index, start : len(ids)].astype(np.float32))
             else:
-                logprobs.append(
-                    _compute_log_softmax(
-                        values[index, start - 1 : len(ids) - 1], ids[start:], temperature
-                    )
-                )
+                logits = values[index, start - 1 : len(ids) - 1]
+                logprobs.append(_compute_log_softmax(logits, ids[start:], temperature))
         return logprobs
 
     def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
@@ -250,98 +247,110 @@ class ServiceClient:
                 result[name] = values.astype(DATATYPES[types[name]])
         return result
 
-    def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
-        """Call `ask` until it succeeds, and return its answer.
+    def _call_with_retries(self, send: Callable[[], T | RequestFailure]) -> T:
+        """Call `send` until it succeeds, and return its answer.
 
-        `ask` is called again only after failures that may be temporary. Raises `RunError` after any
-        other failure, or if the last attempt fails.
+        `send` is called again only after failures that may be temporary. Raises `RunError` after
+        any other failure, or if the last attempt fails.
         """
         jitter = random.Random()
         attempt = 0
-        while isinstance(came := ask(), RequestFailure):
-            last = (
-                not came.is_retryable
-                or came.retry_after_s > http.MAX_DELAY_S
-                or attempt == self.spec.retries
-                or self._closing.is_set()
+        while isinstance(answer := send(), RequestFailure):
+            can_retry = (
+                answer.is_retryable
+                and answer.retry_after_s <= http.MAX_DELAY_S
+                and attempt != self.spec.retries
+                and not self._closing.is_set()
             )
-            if last:
+            if not can_retry:
                 times = f" (asked {attempt + 1} times)" if attempt else ""
-                excerpt = f": {came.response.strip()[:200]!r}" if came.response.strip() else ""
+                response = answer.response.strip()
+                excerpt = f": {response[:200]!r}" if response else ""
                 raise RunError(
-                    f"{self._describe_address()}: {came.cause}{times}{excerpt}; {came.fix}"
+                    f"{self._describe_address()}: {answer.cause}{times}{excerpt}; {answer.fix}"
                 )
-            time.sleep(http.compute_retry_delay(attempt, came.retry_after_s, jitter))
+            time.sleep(http.compute_retry_delay(attempt, answer.retry_after_s, jitter))
             attempt += 1
-        return came
+        return answer
 
     def _describe_address(self) -> str:
-        return f"{self.role}.url={self.place.url}"
+        return f"{self.role}.url={self.server.url}"
 
 
 def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
-    """Return the log-prob of `ids[i]` in row i of `logits` [n, V], for each i, as float32 [n].
+    """Return the log-probs of `ids` [n], one in each row of `logits` [n, V], as float32 [n].
 
-    Logits are divided by the temperature, and the computation is in float64.
+    The logits are divided by the temperature, and the computation is in float64.
     """
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
-    chosen = scaled[np.arange(len(ids)), list(ids)]
-    return (chosen - np.log(np.exp(scaled).sum(axis=-1))).astype(np.float32)
+    selected = scaled[np.arange(len(ids)), list(ids)]
+    return (selected - np.log(np.exp(scaled).sum(axis=-1))).astype(np.float32)
 
 
-def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport:
+def build_transport(server: ServiceAddress, timeout_s: float) -> ServiceTransport:
     """Return the transport for the URL's scheme.
 
     Raises `ConfigError` if the scheme needs gRPC and gRPC isn't installed.
     """
-    if place.scheme in ("http", "https"):
-        return HTTPTransport(place, timeout_s)
+    if server.scheme in ("http", "https"):
+        return HTTPTransport(server, timeout_s)
     try:
         from weft.serve.inference_grpc import GRPCTransport
     except ImportError as error:
         raise ConfigError(
-            f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}"
+            f"{server.url}: gRPC needs the package {error.name}; run: {install('serve')}"
         ) from None
-    return GRPCTransport(place, timeout_s)
+    return GRPCTransport(server, timeout_s)
 
 
 class ServiceTransport(Protocol):
     """Interface of clients that send inference requests to a server, for example over HTTP."""
 
-    def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
+        """Request the names and types of the model's inputs and outputs."""
+        ...
+
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
-    ) -> Tensor | RequestFailure: ...
-    def close(self) -> None: ...
+    ) -> Tensor | RequestFailure:
+        """Request the output named `output` for the given inputs and parameters."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
 
 
 class HTTPTransport:
     """Implementation of `ServiceTransport` over HTTP; tensors are sent in binary form."""
 
-    def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
-        self._place = place
+    def __init__(self, server: ServiceAddress, timeout_s: float) -> None:
+        self._server = server
         self._timeout_s = timeout_s
-        self._base = f"{place.scheme}://{place.address}/v2/models/{quote(place.model, safe='')}"
-        if place.token is not None:
-            headers = {"Authorization": f"Bearer {place.token}"}
+        self._base = f"{server.scheme}://{server.address}/v2/models/{quote(server.model, safe='')}"
+        if server.token is not None:
+            headers = {"Authorization": f"Bearer {server.token}"}
         else:
             headers = {}
         # Don't follow redirects: another host would get the token. Bypass the proxy for loopback
         # addresses, which it cannot reach.
         self._client = httpx.Client(
-            headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
+            headers=headers,
+            timeout=timeout_s,
+            follow_redirects=False,
+            trust_env=not server.loopback,
         )
 
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
-        came = self._send("GET", self._base)
-        if isinstance(came, RequestFailure):
-            return came
+        response = self._send("GET", self._base)
+        if isinstance(response, RequestFailure):
+            return response
         with contextlib.suppress(DataError, KeyError, TypeError, AttributeError):
-            metadata = read_object(came.content)
+            metadata = read_object(response.content)
             inputs = {entry["name"]: entry["datatype"] for entry in metadata["inputs"]}
             return ServiceMetadata(inputs, tuple(entry["name"] for entry in metadata["outputs"]))
-        return _build_reply_trouble(self._place)
+        return _build_protocol_failure(self._server)
 
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
@@ -351,22 +360,23 @@ class HTTPTransport:
             head["parameters"] = dict(parameters)
         body, length = pack(head, "inputs", inputs, set(inputs))
         headers = {LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
-        came = self._send("POST", f"{self._base}/infer", content=body, headers=headers)
-        if isinstance(came, RequestFailure):
-            return came
+        response = self._send("POST", f"{self._base}/infer", content=body, headers=headers)
+        if isinstance(response, RequestFailure):
+            return response
         with contextlib.suppress(DataError, ValueError, KeyError):
-            size = came.headers.get(LENGTH_HEADER)
-            return np.asarray(
-                unpack(came.content, None if size is None else int(size), "outputs")[1][output]
-            )
-        return _build_reply_trouble(self._place)
+            header_length = response.headers.get(LENGTH_HEADER)
+            size = None if header_length is None else int(header_length)
+            _, tensors = unpack(response.content, size, "outputs")
+            return np.asarray(tensors[output])
+        return _build_protocol_failure(self._server)
 
     def close(self) -> None:
         self._client.close()
 
-    def _send(self, method: str, url: str, **more: Any) -> httpx.Response | RequestFailure:
+    def _send(self, method: str, url: str, **options: Any) -> httpx.Response | RequestFailure:
+        """Send a request, and return the response if its status is 200."""
         try:
-            response = self._client.request(method, url, **more)
+            response = self._client.request(method, url, **options)
         except httpx.TimeoutException:
             return RequestFailure(
                 f"no answer within service.timeout_s={self._timeout_s:g} seconds",
@@ -378,7 +388,7 @@ class HTTPTransport:
                 type(error).__name__,
                 "start the server, or correct url",
                 True,
-                http.mask_key(str(error), self._place.token),
+                http.mask_key(str(error), self._server.token),
             )
         status = response.status_code
         if status == 200:
@@ -386,10 +396,9 @@ class HTTPTransport:
         if status in (401, 403):
             response_text = ""
         else:
-            response_text = http.mask_key(response.text, self._place.token)
-        fix = STATUS_FIXES.get(
-            status, "look at the server's log" if status >= 500 else "check url and the model"
-        )
+            response_text = http.mask_key(response.text, self._server.token)
+        default_fix = "look at the server's log" if status >= 500 else "check url and the model"
+        fix = STATUS_FIXES.get(status, default_fix)
         return RequestFailure(
             f"status {status}",
             fix,
@@ -399,9 +408,10 @@ class HTTPTransport:
         )
 
 
-def _build_reply_trouble(place: ServiceAddress) -> RequestFailure:
+def _build_protocol_failure(server: ServiceAddress) -> RequestFailure:
+    """Return the failure for an answer that cannot be parsed."""
     return RequestFailure(
         "the answer does not follow the inference protocol",
-        f"check that {place.url} is a server of that protocol (KServe v2, Triton)",
+        f"check that {server.url} is a server of that protocol (KServe v2, Triton)",
         False,
     )

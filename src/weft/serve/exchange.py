@@ -1,7 +1,7 @@
-"""One HTTP request over ASGI and its reply, and the limits and counts of all requests.
+"""HTTP requests over ASGI and their replies, and the limits and metrics of the server.
 
-An exchange reads the body, replies, and detects disconnects. The counts are written in the text
-format of Prometheus.
+An exchange reads the body of one request, replies, and detects disconnects. The metrics are written
+in the text format of Prometheus.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 Message = dict[str, Any]
 T = TypeVar("T")
 
-WORTH_COMPRESSING = 4096  # bytes
+MIN_COMPRESSED_SIZE = 4096  # bytes; smaller replies are not compressed
 ENCODINGS = ("gzip", "deflate")
-# A body that is too large is read up to this multiple of the limit and discarded, so that its
-# sender can read the answer.
-DRAIN = 4
+# A body that exceeds the limit is read up to this multiple of the limit and discarded, so that the
+# client can read the answer.
+DISCARD_FACTOR = 4
 
 # Metrics
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds
-TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HELP = {
     "weft_requests_total": "Requests answered, by endpoint and status.",
     "weft_request_seconds": "Seconds from a request's arrival to the end of its answer.",
@@ -79,10 +79,12 @@ class HttpExchange:
 
     @property
     def method(self) -> str:
+        """HTTP method of the request, such as "GET"."""
         return str(self.scope["method"])
 
     @property
     def path(self) -> str:
+        """Path of the request, without the query."""
         return str(self.scope["path"])
 
     async def read_body(self, limit: int, seconds: float) -> bytes:
@@ -102,7 +104,7 @@ class HttpExchange:
                     size += len(message.get("body", b""))
                     if size <= limit:
                         parts.append(message.get("body", b""))
-                    if not message.get("more_body") or size > DRAIN * limit:
+                    if not message.get("more_body") or size > DISCARD_FACTOR * limit:
                         break
         except TimeoutError:
             raise RequestRefused(
@@ -122,16 +124,16 @@ class HttpExchange:
         until the one that reports the disconnect.
         """
         task = asyncio.ensure_future(work)
-        left = asyncio.ensure_future(self._wait_for_disconnect())
+        disconnect = asyncio.ensure_future(self._wait_for_disconnect())
         try:
-            await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, disconnect], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnected
             return task.result()
         finally:
-            for one in (task, left):
-                one.cancel()
-            await asyncio.gather(task, left, return_exceptions=True)
+            for each in (task, disconnect):
+                each.cancel()
+            await asyncio.gather(task, disconnect, return_exceptions=True)
 
     async def _wait_for_disconnect(self) -> None:
         """Wait until the client disconnects."""
@@ -142,37 +144,32 @@ class HttpExchange:
         self,
         status: int,
         body: bytes,
-        kind: str = "application/json",
+        content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send a complete reply, compressed if the client accepts it and the body is large.
-
-        `kind` is the content type.
-        """
-        more = dict(headers or {})
-        encoding = self._choose_encoding() if len(body) >= WORTH_COMPRESSING else None
+        """Send a complete reply, compressed if the client accepts it and the body is large."""
+        encoding_headers = {}
+        encoding = self._choose_encoding() if len(body) >= MIN_COMPRESSED_SIZE else None
         if encoding is not None:
             body = await asyncio.to_thread(compress_body, body, encoding)
-            more |= {"content-encoding": encoding, "vary": "accept-encoding"}
-        await self._start(status, {"content-type": kind, "content-length": str(len(body)), **more})
+            encoding_headers = {"content-encoding": encoding, "vary": "accept-encoding"}
+        all_headers = {"content-type": content_type, "content-length": str(len(body))}
+        await self._start(status, {**all_headers, **(headers or {}), **encoding_headers})
         await self.send({"type": "http.response.body", "body": body})
 
     def _choose_encoding(self) -> str | None:
         """Return the first of `ENCODINGS` that the client accepts, or None."""
-        taken = {}
+        accepted = {}
         for entry in self.headers.get("accept-encoding", "").lower().split(","):
             name, _, weight = entry.partition(";")
-            taken[name.strip()] = weight.replace(" ", "") not in (
-                "q=0",
-                "q=0.0",
-                "q=0.00",
-                "q=0.000",
-            )
-        return next((name for name in ENCODINGS if taken.get(name, False)), None)
+            is_refused = weight.replace(" ", "") in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+            accepted[name.strip()] = not is_refused
+        return next((name for name in ENCODINGS if accepted.get(name, False)), None)
 
     async def reply_json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
+        """Send `value` as JSON in a complete reply."""
         await self.reply(status, json.dumps(value).encode(), headers=headers)
 
     async def send_event(self, text: str) -> None:
@@ -197,6 +194,7 @@ class HttpExchange:
 
 
 def compress_body(body: bytes, encoding: str) -> bytes:
+    """Compress a body with one of the `ENCODINGS`."""
     if encoding == "gzip":
         return gzip.compress(body, 1, mtime=0)
     return zlib.compress(body, 1)
@@ -210,20 +208,20 @@ class ServerLimits:
         body_bytes: Maximum size of a request's body in bytes, also after decompression.
         body_seconds: Maximum time in seconds for a body to arrive.
         seconds: Maximum time in seconds from the arrival of a request to the end of its answer.
-        most_prompt: Maximum length of a prompt in tokens.
+        max_prompt_tokens: Maximum length of a prompt in tokens.
         prompt_bytes: Maximum size of a request's text in bytes, before it is tokenized.
-        most_new: Maximum length of a completion in tokens.
-        most_load: Maximum load of a model: its waiting and running completions, plus the
-            sequences that it has to score.
+        max_new_tokens: Maximum length of a completion in tokens.
+        max_load: Maximum load of a model: the number of its waiting and running completions, plus
+            the number of sequences that it has to score.
     """
 
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
-    seconds: float = 600.0  # time from a request's arrival to the end of its answer
-    most_prompt: int = 16384
-    prompt_bytes: int = 512 * 2**10  # size of a request's text, before tokenizing
-    most_new: int = 1024
-    most_load: int = 1024  # waiting and running completions and rows per model
+    seconds: float = 600.0
+    max_prompt_tokens: int = 16384
+    prompt_bytes: int = 512 * 2**10
+    max_new_tokens: int = 1024
+    max_load: int = 1024
 
 
 @dataclass
@@ -237,16 +235,19 @@ class ServerMetrics:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count_answer(self, endpoint: str, status: str, seconds: float) -> None:
+        """Count an answered request, and the seconds from its arrival to the end of its answer."""
         with self._lock:
             self.requests[endpoint, status] += 1
             self.buckets[bisect_left(BUCKETS, seconds)] += 1
             self.seconds += seconds
 
     def count_abandoned(self) -> None:
+        """Count a request whose client disconnected before the answer."""
         with self._lock:
             self.counts["weft_abandoned_total"] += 1
 
     def count_tokens(self, prompt: int = 0, generated: int = 0, scored: int = 0) -> None:
+        """Add to the numbers of prompt tokens, sampled tokens and scored tokens."""
         with self._lock:
             self.counts["weft_prompt_tokens_total"] += prompt
             self.counts["weft_generated_tokens_total"] += generated
@@ -264,13 +265,13 @@ class ServerMetrics:
                     f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}'
                 )
             lines += _format_head("weft_request_seconds", "histogram")
-            total = 0
+            cumulative_count = 0
             for bound, count in zip((*map(str, BUCKETS), "+Inf"), self.buckets, strict=True):
-                total += count
-                lines.append(f'weft_request_seconds_bucket{{le="{bound}"}} {total}')
+                cumulative_count += count
+                lines.append(f'weft_request_seconds_bucket{{le="{bound}"}} {cumulative_count}')
             lines += [
                 f"weft_request_seconds_sum {self.seconds:.6f}",
-                f"weft_request_seconds_count {total}",
+                f"weft_request_seconds_count {cumulative_count}",
             ]
             for name in HELP:
                 if name.endswith("_total") and name != "weft_requests_total":

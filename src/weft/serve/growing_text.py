@@ -9,16 +9,16 @@ from weft.data.token_bytes import TokenBytes
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import TokenEvent
 
-CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may depend
+CONTEXT = 4  # number of last prompt tokens on which the text of the first new tokens may depend
 
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """A token whose text has been emitted, because later tokens cannot change it.
+    """Token whose text has been emitted, because later tokens cannot change it.
 
-    `piece` has the token's bytes. `logprob` is None for the first token of a prompt. `offset` is
-    the position of the token's text in the completion or the prompt, in characters. `top` has the
-    bytes and the log-prob of each of the likeliest tokens at the same position.
+    `piece` are the token's bytes. `logprob` is None for the first token of a prompt. `offset` is
+    the position of the token's text in the completion or the prompt, in characters. `top` are the
+    bytes and log-probs of the most likely tokens at the same position.
     """
 
     piece: bytes
@@ -30,10 +30,11 @@ class EmittedToken:
 class GrowingText:
     """Incremental decoder of one completion.
 
-    `feed` adds a token and returns the new text that later tokens cannot change; `take` returns the
-    tokens of that text, and `take_ids` the ids of all tokens. Text that may be the start of a stop
-    string is held back. The text and the tokens leave out end tokens and those of the stop string;
-    with `every_token`, `take` returns them too once the completion has ended.
+    `feed` adds a token, and returns the new text that later tokens cannot change. `take` returns
+    the tokens of that text, and `take_ids` returns the ids of all tokens. Text that may be the
+    start of a stop string is held back. The text and the tokens do not include end tokens and a
+    stop string. If `every_token` is True, `take` also returns these tokens after the completion has
+    ended.
     """
 
     def __init__(
@@ -55,17 +56,19 @@ class GrowingText:
         self._pending_tokens: list[EmittedToken] = []
         self._emitted_tokens: list[EmittedToken] = []
         self._new_ids: list[int] = []
-        self.count = 0  # tokens fed
+        self.count = 0  # number of tokens
         self.finish: str | None = None
 
     @property
     def final_text(self) -> str:
+        """Text that later tokens cannot change."""
         return self._text[: self._num_emitted]
 
     def feed(self, event: TokenEvent) -> str:
         """Add a token, and return the new text that later tokens cannot change."""
         self.count += 1
         self._new_ids.append(event.token)
+        # Add the token and its text.
         top = tuple((self._pieces.get_bytes(id), logprob) for id, logprob in event.top)
         self._pending_tokens.append(
             EmittedToken(self._pieces.get_bytes(event.token), event.logprob, len(self._text), top)
@@ -74,29 +77,28 @@ class GrowingText:
         self.finish = event.finish
         if self.finish is not None:
             self._text += self._decoder.flush()
-        until = self._count_final()
-        new = self._text[self._num_emitted : until]
-        self._num_emitted = until
-        for token in self._pending_tokens:
-            if token.offset < until:
-                self._emitted_tokens.append(token)
-        self._pending_tokens = [token for token in self._pending_tokens if token.offset >= until]
+        # Emit the text that is final, and the tokens that begin in it.
+        end = self._count_final()
+        new_text = self._text[self._num_emitted : end]
+        self._num_emitted = end
+        self._emitted_tokens += [token for token in self._pending_tokens if token.offset < end]
+        self._pending_tokens = [token for token in self._pending_tokens if token.offset >= end]
         if self._every_token and self.finish is not None:
-            self._emitted_tokens += [replace(each, offset=until) for each in self._pending_tokens]
+            self._emitted_tokens += [replace(token, offset=end) for token in self._pending_tokens]
             self._pending_tokens = []
-        return new
+        return new_text
 
     def take(self) -> list[EmittedToken]:
         """Return the tokens whose text has been emitted since the last call."""
-        taken = self._emitted_tokens
+        tokens = self._emitted_tokens
         self._emitted_tokens = []
-        return taken
+        return tokens
 
     def take_ids(self) -> list[int]:
         """Return the ids of the tokens fed since the last call, including end tokens."""
-        taken = self._new_ids
+        ids = self._new_ids
         self._new_ids = []
-        return taken
+        return ids
 
     def _count_final(self) -> int:
         """Return the number of leading characters that later tokens cannot change.
@@ -104,25 +106,23 @@ class GrowingText:
         A stop string, the text that follows it, and text that may be the start of a stop string are
         not counted.
         """
-        stop_positions = [
-            at
-            for stop in self._stops
-            if (at := self._text.find(stop, max(0, self._num_emitted - len(stop) + 1))) >= 0
-        ]
+        # End the text at the first stop string. Only new text needs to be searched.
+        stop_positions = []
+        for stop in self._stops:
+            position = self._text.find(stop, max(0, self._num_emitted - len(stop) + 1))
+            if position >= 0:
+                stop_positions.append(position)
         if stop_positions:
             return max(self._num_emitted, min(stop_positions))
         if self.finish is not None:
             return len(self._text)
-        held = [self._match_stop_start(stop) for stop in self._stops]
-        return max(self._num_emitted, len(self._text) - max(held, default=0))
+        # Hold back what may be the start of a stop string.
+        lengths = [self._match_stop_start(stop) for stop in self._stops]
+        return max(self._num_emitted, len(self._text) - max(lengths, default=0))
 
     def _match_stop_start(self, stop: str) -> int:
         """Return the length of the longest proper prefix of `stop` with which the text ends."""
-        return next(
-            (
-                n
-                for n in range(min(len(stop) - 1, len(self._text)), 0, -1)
-                if self._text.endswith(stop[:n])
-            ),
-            0,
-        )
+        for length in range(min(len(stop) - 1, len(self._text)), 0, -1):
+            if self._text.endswith(stop[:length]):
+                return length
+        return 0

@@ -1,6 +1,6 @@
 """gRPC version of the open inference protocol (KServe v2).
 
-It shares the implementation of the HTTP version.
+Inference and metadata are implemented by the `InferenceEndpoint` of the HTTP version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +26,14 @@ from weft.serve.served_model import VERSION
 log = logging.getLogger(__name__)
 
 THREADS = 64  # concurrent calls
-SPARE = 8  # threads reserved for health and metadata calls
-CODES = {
+RESERVED_THREADS = 8  # threads reserved for health and metadata calls
+STATUS_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-OPEN = ("ServerLive", "ServerReady")  # calls that need no token
+PUBLIC_CALLS = ("ServerLive", "ServerReady")  # calls that need no token
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,22 @@ class GrpcCallHandlers:
     app: ServerApp
     loop: asyncio.AbstractEventLoop
     inferring: threading.BoundedSemaphore = field(
-        default_factory=lambda: threading.BoundedSemaphore(THREADS - SPARE)
+        default_factory=lambda: threading.BoundedSemaphore(THREADS - RESERVED_THREADS)
     )
 
     def answer(self, name: str, request: Any, context: Any) -> Any:
         """Return the response to the call `name`, or abort the call with a status code."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         status = "OK"
         try:
             self._check_allowed(name, context)
             return getattr(self, f"_{name}")(request, context)
         except (RequestRefused, UserError) as error:
-            code = CODES.get(
-                error.status if isinstance(error, RequestRefused) else 400, grpc.StatusCode.INTERNAL
-            )
+            http_status = error.status if isinstance(error, RequestRefused) else 400
+            code = STATUS_CODES.get(http_status, grpc.StatusCode.INTERNAL)
             status = code.name
             context.abort(code, str(error))
-        except (Late, CancelledError):
+        except (FutureTimeout, CancelledError):
             status = grpc.StatusCode.DEADLINE_EXCEEDED.name
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within the deadline")
         except Exception as error:
@@ -74,15 +73,14 @@ class GrpcCallHandlers:
                 f"the request failed: {type(error).__name__}; see the server's log",
             )
         finally:
-            self.app.metrics.count_answer(f"grpc/{name}", status, time.perf_counter() - began)
+            self.app.metrics.count_answer(f"grpc/{name}", status, time.perf_counter() - start)
 
     def _check_allowed(self, name: str, context: Any) -> None:
-        held = dict(context.invocation_metadata()).get("authorization")
-        if (
-            name not in OPEN
-            and self.app.token is not None
-            and not is_authorized(held, self.app.token)
-        ):
+        """Raise `RequestRefused` if the call needs the server's token and does not have it."""
+        if name in PUBLIC_CALLS or self.app.token is None:
+            return
+        header = dict(context.invocation_metadata()).get("authorization")
+        if not is_authorized(header, self.app.token):
             raise RequestRefused(
                 401, "send the server's token: metadata authorization: Bearer TOKEN"
             )
@@ -91,9 +89,8 @@ class GrpcCallHandlers:
         return inference_grpc.get_message_class("ServerLiveResponse")(live=True)
 
     def _ServerReady(self, request: Any, context: Any) -> Any:
-        return inference_grpc.get_message_class("ServerReadyResponse")(
-            ready=all(m.worker.is_alive for m in self.app.models.values())
-        )
+        is_ready = all(model.worker.is_alive for model in self.app.models.values())
+        return inference_grpc.get_message_class("ServerReadyResponse")(ready=is_ready)
 
     def _ModelReady(self, request: Any, context: Any) -> Any:
         served = self.app.inference_endpoint.get_model(request.name, request.version)
@@ -105,9 +102,8 @@ class GrpcCallHandlers:
         )
 
     def _ModelMetadata(self, request: Any, context: Any) -> Any:
-        return inference_grpc.get_message_class("ModelMetadataResponse")(
-            **self.app.inference_endpoint.get_model(request.name, request.version).build_metadata()
-        )
+        served = self.app.inference_endpoint.get_model(request.name, request.version)
+        return inference_grpc.get_message_class("ModelMetadataResponse")(**served.build_metadata())
 
     def _ModelInfer(self, request: Any, context: Any) -> Any:
         if not self.inferring.acquire(blocking=False):
@@ -118,6 +114,7 @@ class GrpcCallHandlers:
             self.inferring.release()
 
     def _infer(self, request: Any, context: Any) -> Any:
+        """Return the response to an inference request; raise `DataError` for invalid tensors."""
         served = self.app.inference_endpoint.get_model(request.model_name, request.model_version)
         inputs = inference_grpc.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:
@@ -140,11 +137,12 @@ class GrpcCallHandlers:
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         context.add_callback(future.cancel)
-        left = context.time_remaining()
+        timeout = self.app.limits.seconds
+        remaining = context.time_remaining()
+        if remaining is not None:
+            timeout = min(timeout, remaining)
         try:
-            return future.result(
-                min(self.app.limits.seconds, left if left is not None else self.app.limits.seconds)
-            )
+            return future.result(timeout)
         finally:
             future.cancel()
 

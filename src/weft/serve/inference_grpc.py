@@ -1,4 +1,4 @@
-"""Messages of the open inference protocol over gRPC, built from tables in this module, and a client.
+"""Messages of the open inference protocol over gRPC, defined by tables, and a client.
 
 The messages are in a separate descriptor pool, so that another implementation of the protocol
 (`tritonclient`) can be loaded in the same process.
@@ -19,8 +19,8 @@ from weft.errors import DataError
 from weft.host import http
 from weft.host.http import RequestFailure
 from weft.serve.bodies import (
+    CHUNK_SIZE,
     DATATYPES,
-    PART,
     ServiceMetadata,
     Tensor,
     check_datatype,
@@ -31,7 +31,7 @@ from weft.serve.bodies import (
 SERVICE = "inference.GRPCInferenceService"
 CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 
-# (name, number, type); the prefix "*" marks a repeated field, the type "{}" a map of parameters
+# (name, number, type). The type of a repeated field has the prefix "*"; "{}" is a parameter map.
 Field = tuple[str, int, str]
 
 _MODEL: tuple[Field, ...] = (("name", 1, "string"), ("version", 2, "string"))
@@ -119,7 +119,7 @@ CONTENTS = {
     "FP64": "fp64_contents",
 }
 
-AGAIN = (
+RETRYABLE_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -133,8 +133,8 @@ FIXES = {
     grpc.StatusCode.UNAUTHENTICATED: "set the token that the server asks for in the environment variable of service.token_env",
     grpc.StatusCode.NOT_FOUND: "check the model's name at the end of url",
 }
-LARGEST = -1  # gRPC's value for no limit on the bytes of a message
-_Proto = descriptor_pb2.FieldDescriptorProto
+NO_LIMIT = -1  # gRPC's value for an unlimited message size
+_FieldProto = descriptor_pb2.FieldDescriptorProto
 
 
 @cache
@@ -145,17 +145,18 @@ def get_message_class(name: str) -> Any:
 
 @cache
 def _build_pool() -> descriptor_pool.DescriptorPool:
+    """Return a descriptor pool with all `MESSAGES`."""
     file = descriptor_pb2.FileDescriptorProto(
         name="weft/inference.proto", package="inference", syntax="proto3"
     )
     message_types: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
         outer, _, inner = name.rpartition(".")
-        message_types[name] = (
-            message_types[outer].nested_type if outer else file.message_type
-        ).add(name=inner)
+        siblings = message_types[outer].nested_type if outer else file.message_type
+        message_types[name] = siblings.add(name=inner)
         for field in fields:
-            _add(message_types[name], name, field)
+            _add_field(message_types[name], name, field)
+    # The fields of `InferParameter` are alternatives.
     for field in message_types["InferParameter"].field:
         field.oneof_index = 0
     message_types["InferParameter"].oneof_decl.add(name="parameter_choice")
@@ -164,30 +165,30 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-def _add(owner: Any, name: str, field: Field) -> None:
+def _add_field(owner: Any, name: str, field: Field) -> None:
     """Add a field to a message type.
 
     `owner` is the descriptor of the message type, and `name` is its full name. `field` is a tuple
     (name, number, type).
     """
-    called, number, kind = field
-    if kind == "{}":
+    field_name, number, field_type = field
+    if field_type == "{}":
         entry = owner.nested_type.add(name="ParametersEntry")
         entry.options.map_entry = True
-        _add(entry, name, ("key", 1, "string"))
-        _add(entry, name, ("value", 2, "InferParameter"))
-        kind = f"*{name}.ParametersEntry"
-    if kind.startswith("*"):
-        label = _Proto.LABEL_REPEATED
+        _add_field(entry, name, ("key", 1, "string"))
+        _add_field(entry, name, ("value", 2, "InferParameter"))
+        field_type = f"*{name}.ParametersEntry"
+    if field_type.startswith("*"):
+        label = _FieldProto.LABEL_REPEATED
     else:
-        label = _Proto.LABEL_OPTIONAL
-    bare = kind.removeprefix("*")
-    added = owner.field.add(name=called, number=number, label=label)
-    if bare[0].isupper():
-        added.type = _Proto.TYPE_MESSAGE
-        added.type_name = f".inference.{bare}"
+        label = _FieldProto.LABEL_OPTIONAL
+    type_name = field_type.removeprefix("*")
+    descriptor = owner.field.add(name=field_name, number=number, label=label)
+    if type_name[0].isupper():
+        descriptor.type = _FieldProto.TYPE_MESSAGE
+        descriptor.type_name = f".inference.{type_name}"
     else:
-        added.type = getattr(_Proto, f"TYPE_{bare.upper()}")
+        descriptor.type = getattr(_FieldProto, f"TYPE_{type_name.upper()}")
 
 
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
@@ -214,7 +215,10 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
                 values = getattr(tensor.contents, CONTENTS[datatype])
             else:
                 values = ()
-            parts = (values[at : at + PART] for at in range(0, len(values), PART))
+            # Convert the values in chunks, so that other threads can run in between.
+            parts = (
+                values[start : start + CHUNK_SIZE] for start in range(0, len(values), CHUNK_SIZE)
+            )
             try:
                 raw = b"".join(np.array(part, DATATYPES[datatype]).tobytes() for part in parts)
             except OverflowError:
@@ -238,38 +242,38 @@ def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> Non
 
 def read_parameters(parameters: Any) -> dict[str, Any]:
     """Return the protocol parameters of a message as plain Python values."""
-    chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     result: dict[str, Any] = {}
-    for name, choice in chosen.items():
+    for name, value in parameters.items():
+        choice = value.WhichOneof("parameter_choice")
         if choice:
-            result[name] = getattr(parameters[name], choice)
+            result[name] = getattr(value, choice)
     return result
 
 
 def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:
     """Write plain Python values to `parameters`, the parameter map of a protocol message."""
-    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     for name, value in values.items():
-        setattr(parameters[name], kinds[type(value)], value)
+        setattr(parameters[name], fields[type(value)], value)
 
 
 class GRPCTransport:
     """Implementation of `ServiceTransport` over gRPC."""
 
-    def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
-        self._place = place
+    def __init__(self, server: ServiceAddress, timeout_s: float) -> None:
+        self._server = server
         self._timeout_s = timeout_s
         options = [
-            ("grpc.max_receive_message_length", LARGEST),
-            ("grpc.max_send_message_length", LARGEST),
-            ("grpc.enable_http_proxy", int(not place.loopback)),
+            ("grpc.max_receive_message_length", NO_LIMIT),
+            ("grpc.max_send_message_length", NO_LIMIT),
+            ("grpc.enable_http_proxy", int(not server.loopback)),
         ]
-        if place.scheme == "grpcs":
+        if server.scheme == "grpcs":
             self._channel = grpc.secure_channel(
-                place.address, grpc.ssl_channel_credentials(), options
+                server.address, grpc.ssl_channel_credentials(), options
             )
         else:
-            self._channel = grpc.insecure_channel(place.address, options)
+            self._channel = grpc.insecure_channel(server.address, options)
         self._calls = {}
         for name in ("ModelMetadata", "ModelInfer"):
             self._calls[name] = self._channel.unary_unary(
@@ -277,39 +281,37 @@ class GRPCTransport:
                 request_serializer=lambda request: request.SerializeToString(),
                 response_deserializer=get_message_class(f"{name}Response").FromString,
             )
-        if place.token is not None:
-            self._metadata = [("authorization", f"Bearer {place.token}")]
+        if server.token is not None:
+            self._metadata = [("authorization", f"Bearer {server.token}")]
         else:
             self._metadata = []
 
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
-        came = self._send(
-            "ModelMetadata",
-            get_message_class("ModelMetadataRequest")(name=self._place.model),
-        )
-        if isinstance(came, RequestFailure):
-            return came
+        request = get_message_class("ModelMetadataRequest")(name=self._server.model)
+        response = self._send("ModelMetadata", request)
+        if isinstance(response, RequestFailure):
+            return response
         return ServiceMetadata(
-            {entry.name: entry.datatype for entry in came.inputs},
-            tuple(entry.name for entry in came.outputs),
+            {entry.name: entry.datatype for entry in response.inputs},
+            tuple(entry.name for entry in response.outputs),
         )
 
     def infer(
         self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
     ) -> Tensor | RequestFailure:
-        request = get_message_class("ModelInferRequest")(model_name=self._place.model)
+        request = get_message_class("ModelInferRequest")(model_name=self._server.model)
         write_tensors(inputs, request.inputs, request.raw_input_contents)
         write_parameters(parameters, request.parameters)
         request.outputs.add(name=output)
-        came = self._send("ModelInfer", request)
-        if isinstance(came, RequestFailure):
-            return came
+        response = self._send("ModelInfer", request)
+        if isinstance(response, RequestFailure):
+            return response
         try:
-            return np.asarray(read_tensors(came.outputs, came.raw_output_contents)[output])
+            return np.asarray(read_tensors(response.outputs, response.raw_output_contents)[output])
         except (DataError, KeyError):
             return RequestFailure(
                 "the answer lacks the output that was asked for",
-                f"check the model at {self._place.url}",
+                f"check the model at {self._server.url}",
                 False,
             )
 
@@ -317,6 +319,7 @@ class GRPCTransport:
         self._channel.close()
 
     def _send(self, name: str, request: Any) -> Any:
+        """Make the call `name`, and return its response, or a `RequestFailure`."""
         try:
             return self._calls[name](request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -324,7 +327,10 @@ class GRPCTransport:
             if code == grpc.StatusCode.UNAUTHENTICATED:
                 details = ""
             else:
-                details = http.mask_key(error.details() or "", self._place.token)
+                details = http.mask_key(error.details() or "", self._server.token)
             return RequestFailure(
-                code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, details
+                code.name,
+                FIXES.get(code, "look at the server's log"),
+                code in RETRYABLE_CODES,
+                details,
             )

@@ -23,8 +23,8 @@ from weft.serve.prompts import EncodedPrompt, PromptReader
 from weft.serve.served_model import ServedModel
 from weft.serve.worker import CompletionJob, RowScores
 
-PAUSE = 16  # tokens handled per request before yielding to the event loop
-MOST_PROMPT_VALUES = 1 << 20  # tokens and log-probs of prompts that one answer may repeat
+PAUSE = 16  # a request yields to the event loop after this many tokens
+MAX_PROMPT_VALUES = 1 << 20  # most tokens and log-probs of prompts in one answer
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,18 @@ class CompletionEndpoints:
         `chat` is true for `/v1/chat/completions`. Raises `RequestRefused` if the request is invalid
         or the policy is overloaded.
         """
-        settings = read_settings(body, self.limits.most_new, self._stop_ids, chat=chat)
+        settings = read_settings(body, self.limits.max_new_tokens, self._stop_ids, chat=chat)
         prompts = await self.background.run(self._read_prompts, body, chat)
         limits = await self.background.run(self._check_prompts, prompts, settings)
-        per_prompt = settings.scores_prompt + (settings.count if settings.max_new_tokens else 0)
-        if self.policy.worker.load + per_prompt * len(prompts) > self.limits.most_load:
+        # Refuse the request if its completions and scored prompts exceed the load limit.
+        load_per_prompt = settings.count if settings.max_new_tokens else 0
+        if settings.scores_prompt:
+            load_per_prompt += 1
+        if self.policy.worker.load + load_per_prompt * len(prompts) > self.limits.max_load:
             raise RequestRefused(
                 429, "the server is at its load limit; try again later", code="overloaded"
             )
+        # Generate the answer.
         form = OpenAIResponseForm.make_new(self.policy.name, chat)
         run = CompletionRun(self, settings, prompts, limits, form)
         if settings.stream:
@@ -61,10 +65,12 @@ class CompletionEndpoints:
 
     @property
     def _stop_ids(self) -> Sequence[int]:
+        """Stop ids of the policy."""
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     @property
     def reader(self) -> PromptReader:
+        """Reader of prompts for the policy."""
         return PromptReader(self.policy, self.limits, self.background)
 
     @property
@@ -74,6 +80,7 @@ class CompletionEndpoints:
         return PromptDescriber(tokenizer, self.policy.pieces)
 
     def _read_prompts(self, body: Mapping[str, Any], chat: bool) -> list[EncodedPrompt]:
+        """Return the prompts of a request: one conversation, or one or more texts."""
         if chat:
             return [EncodedPrompt(self.reader.encode_chat(body.get("messages")))]
         return self.reader.encode_prompts(body.get("prompt"))
@@ -88,11 +95,11 @@ class CompletionEndpoints:
         """
         limits = [self.compute_limit(prompt.ids, settings) for prompt in prompts]
         values = settings.count_prompt_values(sum(len(prompt.ids) for prompt in prompts))
-        if values > MOST_PROMPT_VALUES:
+        if values > MAX_PROMPT_VALUES:
             raise RequestRefused(
                 400,
                 f"the answer would have {values} tokens and log-probs of prompts; the limit is "
-                f"{MOST_PROMPT_VALUES}: send fewer prompts in a request, or lower n or logprobs",
+                f"{MAX_PROMPT_VALUES}: send fewer prompts in a request, or lower n or logprobs",
                 param="prompt",
             )
         return limits
@@ -103,20 +110,25 @@ class CompletionEndpoints:
         Raises `RequestRefused` if the prompt is invalid or leaves too little room in the context.
         """
         self.reader.check_ids(prompt, "prompt")
-        most = self.policy.worker.max_tokens
-        if settings.scores_prompt and len(prompt) > most:
+        max_scored = self.policy.worker.max_tokens
+        if settings.scores_prompt and len(prompt) > max_scored:
             message = (
                 f"the prompt has {len(prompt)} tokens; log-probs of a prompt are computed for at "
-                f"most {most}, the server's --max-tokens-per-pass"
+                f"most {max_scored}, the server's --max-tokens-per-pass"
             )
             raise RequestRefused(400, message, code="context_length_exceeded")
         context = self.policy.context
-        room = settings.max_new_tokens if context is None else context - len(prompt)
-        least = min(1, settings.max_new_tokens)
-        if room < least or (room < settings.max_new_tokens and not settings.may_be_fewer):
-            message = f"{len(prompt)} prompt tokens and {settings.max_new_tokens} new tokens exceed the context of {context}"
+        available = settings.max_new_tokens if context is None else context - len(prompt)
+        required = settings.max_new_tokens
+        if settings.allows_fewer_tokens:
+            required = min(1, required)
+        if available < required:
+            message = (
+                f"{len(prompt)} prompt tokens and {settings.max_new_tokens} new tokens exceed the "
+                f"context of {context}"
+            )
             raise RequestRefused(400, message, code="context_length_exceeded")
-        return min(room, settings.max_new_tokens)
+        return min(available, settings.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,7 @@ class CompletionRun:
     endpoints: CompletionEndpoints
     settings: CompletionSettings
     prompts: Sequence[EncodedPrompt]
-    limits: Sequence[int]  # maximum completion tokens of each prompt
+    limits: Sequence[int]  # maximum number of completion tokens for each prompt
     form: OpenAIResponseForm
 
     async def complete(self) -> bytes:
@@ -153,39 +165,43 @@ class CompletionRun:
         head = {**self.form.build_head(chunk=False), "usage": self._count_usage(texts)}
         for prompt, score in zip(self.prompts, scores, strict=True):
             echo = self._build_echo(prompt, score)
-            own = self._build_prompt_fields(prompt, score)
+            prompt_fields = self._build_prompt_fields(prompt, score)
             if self.form.chat:
-                head |= own
-                own = {}
+                head |= prompt_fields
+                prompt_fields = {}
             for _ in range(self.settings.count):
-                choice = self._build_choice(len(choices), texts[len(choices)], echo, own)
+                index = len(choices)
+                choice = self._build_choice(index, texts[index], echo, prompt_fields)
                 choices.append(encode_json(choice))
         return f'{encode_json(head)[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     def _build_choice(
-        self, index: int, text: GrowingText, echo: EchoedPrompt, more: Mapping[str, Any]
+        self, index: int, text: GrowingText, echo: EchoedPrompt, fields: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a choice of a complete answer, with the prompt before the completion."""
+        """Return a choice of a complete answer: the repeated prompt and the completion.
+
+        `fields` are further fields of the choice.
+        """
         if self.settings.return_token_ids:
-            more = {**more, "token_ids": text.take_ids()}
+            fields = {**fields, "token_ids": text.take_ids()}
         tokens = None
         if self.settings.logprobs is not None:
             tokens = [*echo.tokens, *_move_tokens(text.take(), len(echo.text))]
-        whole = echo.text + text.final_text
-        return self.form.build_choice(index, whole, text.finish, tokens, more)
+        full_text = echo.text + text.final_text
+        return self.form.build_choice(index, full_text, text.finish, tokens, fields)
 
     def _build_echo(self, prompt: EncodedPrompt, score: RowScores | None) -> EchoedPrompt:
-        """Return the prompt as the answer repeats it: empty without `echo`."""
+        """Return the prompt that the answer repeats, which is empty if `echo` is not set."""
         if not self.settings.echo:
             return EchoedPrompt("", [])
         logprobs = self.settings.logprobs
-        repeated = None if logprobs is None else score
-        return self.endpoints.describer.build_echo(prompt, repeated, logprobs or 0)
+        echoed_scores = None if logprobs is None else score
+        return self.endpoints.describer.build_echo(prompt, echoed_scores, logprobs or 0)
 
     def _build_prompt_fields(
         self, prompt: EncodedPrompt, score: RowScores | None
     ) -> dict[str, Any]:
-        """Return vLLM's fields that describe a prompt, as far as the request asks for them."""
+        """Return the requested ones of vLLM's fields that describe a prompt."""
         fields: dict[str, Any] = {}
         top = self.settings.prompt_logprobs
         if top is not None and score is not None:
@@ -203,25 +219,21 @@ class CompletionRun:
         async with aclosing(self._generate_events(scores)) as events:
             sizes = await self._send_prompts(exchange, scores)
             async for index, event in events:
-                new = texts[index].feed(event)
+                new_text = texts[index].feed(event)
                 tokens = _move_tokens(texts[index].take(), sizes[index])
-                if new or tokens:
-                    shown_tokens = tokens if shows_logprobs else None
-                    await self._send_delta(exchange, index, texts[index], new, shown_tokens)
+                if new_text or tokens:
+                    tokens_with_logprobs = tokens if shows_logprobs else None
+                    await self._send_delta(
+                        exchange, index, texts[index], new_text, tokens_with_logprobs
+                    )
                 if event.finish is not None:
                     await self._send_delta(exchange, index, texts[index], None, None)
         if not self.settings.max_new_tokens:
             for index, text in enumerate(texts):
                 await self._send_delta(exchange, index, text, None, None)
         if self.settings.usage_at_end:
-            await self._send_event(
-                exchange,
-                {
-                    **self.form.build_head(chunk=True),
-                    "choices": [],
-                    "usage": self._count_usage(texts),
-                },
-            )
+            chunk = {**self.form.build_head(chunk=True), "choices": []}
+            await self._send_event(exchange, {**chunk, "usage": self._count_usage(texts)})
         await exchange.send_event("[DONE]")
         await exchange.end()
 
@@ -235,19 +247,20 @@ class CompletionRun:
         count = len(self.prompts) * self.settings.count
         if not (self.form.chat or self.settings.echo or self.settings.return_token_ids):
             return [0] * count
-        sizes = []
+        echo_sizes = []
         for index in range(count):
-            at = index // self.settings.count
+            prompt_index = index // self.settings.count
             echo, text = await self.endpoints.background.run(
-                self._encode_first_chunk, index, self.prompts[at], scores[at]
+                self._encode_first_chunk, index, self.prompts[prompt_index], scores[prompt_index]
             )
-            sizes.append(len(echo.text))
+            echo_sizes.append(len(echo.text))
             await exchange.send_event(text)
-        return sizes
+        return echo_sizes
 
     def _encode_first_chunk(
         self, index: int, prompt: EncodedPrompt, score: RowScores | None
     ) -> tuple[EchoedPrompt, str]:
+        """Return the prompt that the choice repeats, and the choice's first chunk as JSON."""
         echo = self._build_echo(prompt, score)
         fields = self._build_prompt_fields(prompt, score)
         if self.form.chat:
@@ -263,36 +276,44 @@ class CompletionRun:
         exchange: HttpExchange,
         index: int,
         text: GrowingText,
-        new: str | None,
+        new_text: str | None,
         tokens: Sequence[EmittedToken] | None,
     ) -> None:
-        """Send new text of a choice, or, if `new` is None, its finish reason."""
-        more = {"token_ids": text.take_ids()} if self.settings.return_token_ids else {}
-        delta = {} if new is None else {"content": new}
-        finish = text.finish if new is None else None
-        await self._send_event(exchange, self.form.build_chunk(index, delta, finish, tokens, more))
+        """Send new text of a choice, or, if `new_text` is None, its finish reason."""
+        fields = {"token_ids": text.take_ids()} if self.settings.return_token_ids else {}
+        delta = {} if new_text is None else {"content": new_text}
+        finish = text.finish if new_text is None else None
+        await self._send_event(
+            exchange, self.form.build_chunk(index, delta, finish, tokens, fields)
+        )
 
     async def _send_event(self, exchange: HttpExchange, value: Mapping[str, Any]) -> None:
         await exchange.send_event(json.dumps(value))
 
     @property
     def _reads_next(self) -> bool:
-        """True if the pass that scores the prompts also gives the completions' only tokens."""
+        """True if the pass that scores the prompts also computes the completions.
+
+        This is possible if each completion is the most likely next token.
+        """
         longest = max(len(prompt.ids) for prompt in self.prompts)
-        fits = longest + 1 <= self.endpoints.policy.worker.max_tokens
-        return fits and self.settings.scores_prompt and self.settings.takes_likeliest_next
+        fits_in_pass = longest + 1 <= self.endpoints.policy.worker.max_tokens
+        return fits_in_pass and self.settings.scores_prompt and self.settings.takes_likeliest_next
 
     async def _score_prompts(self) -> Sequence[RowScores | None]:
-        """Return the log-probs of each prompt's tokens, or None for each if they are not wanted."""
+        """Return the log-probs of each prompt's tokens, or None for each if not requested."""
         if not self.settings.scores_prompt:
             return [None] * len(self.prompts)
-        top = self.settings.top_of_prompt
+        top = self.settings.prompt_top
         rows = [prompt.ids for prompt in self.prompts]
+        # Append a placeholder, at which the next token's log-probs are computed.
         if self._reads_next:
             top = max(top, self.settings.logprobs or 0, 1)
             rows = [[*row, NEXT] for row in rows]
-        samples = self.settings.max_new_tokens and not self._reads_next
-        num_later = self.settings.count * len(rows) if samples else 0
+        # Count the completions that will be sampled later as load.
+        num_later = 0
+        if self.settings.max_new_tokens and not self._reads_next:
+            num_later = self.settings.count * len(rows)
         with self.endpoints.policy.worker.hold_load(num_later):
             scores = await self.endpoints.policy.score_prompts(rows, top)
         self.endpoints.metrics.count_tokens(scored=sum(len(prompt.ids) for prompt in self.prompts))
@@ -311,11 +332,12 @@ class CompletionRun:
                 return
             events = self._read_next_events(scores) if self._reads_next else self._sample_events()
             async with aclosing(events):
-                async for each in events:
+                async for indexed_event in events:
                     num_tokens += 1
+                    # `events` yields to the event loop only if it has to wait, so do it here.
                     if num_tokens % PAUSE == 0:
-                        await asyncio.sleep(0)  # the source yields to the loop only when it waits
-                    yield each
+                        await asyncio.sleep(0)
+                    yield indexed_event
         finally:
             num_prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
             self.endpoints.metrics.count_tokens(num_prompt_tokens, num_tokens)
@@ -323,60 +345,71 @@ class CompletionRun:
     async def _read_next_events(
         self, scores: Sequence[RowScores | None]
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        top, stop_ids = self.settings.logprobs or 0, self.settings.sampling.stop_ids
+        """Yield the events of completions that are read from the `scores` of the prompts."""
+        top = self.settings.logprobs or 0
+        stop_ids = self.settings.sampling.stop_ids
         for index in range(len(self.prompts) * self.settings.count):
             score = scores[index // self.settings.count]
             assert score is not None, "the prompts were scored"
             yield index, build_next_event(self.form.id, score, top, stop_ids)
 
     async def _sample_events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """Sample the completions with the policy's worker, and yield their events."""
         queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         worker = self.endpoints.policy.worker
         n = self.settings.count
 
-        def tell(event: TokenEvent | Exception) -> None:
+        def put_event(event: TokenEvent | Exception) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        jobs = [self._build_job(index, tell) for index in range(len(self.prompts))]
-        left = {job.id: n for job in jobs}
-        places = {job.id: index for index, job in enumerate(jobs)}
+        # Queue one job per prompt.
+        jobs = [self._build_job(index, put_event) for index in range(len(self.prompts))]
+        num_unfinished = {job.id: n for job in jobs}
+        prompt_indices = {job.id: index for index, job in enumerate(jobs)}
         for job in jobs:
             worker.generate(job)
+        # Yield events until all completions are finished, or cancel those that are not.
         try:
-            while any(left.values()):
+            while any(num_unfinished.values()):
                 event = await queue.get()
                 if isinstance(event, Exception):
                     raise event
-                left[event.id] -= event.finish is not None
-                yield places[event.id] * n + event.k, event
+                if event.finish is not None:
+                    num_unfinished[event.id] -= 1
+                yield prompt_indices[event.id] * n + event.k, event
         finally:
-            for id, count in left.items():
+            for id, count in num_unfinished.items():
                 if count:
                     worker.cancel(id)
 
     def _build_job(
-        self, index: int, tell: Callable[[TokenEvent | Exception], None]
+        self, index: int, on_event: Callable[[TokenEvent | Exception], None]
     ) -> CompletionJob:
+        """Return the job that samples the completions of one prompt."""
         settings = self.settings
-        named = None if settings.seed is None else f"seed {settings.seed}"
-        id = f"{self.form.id}-{index}"
-        prompt = self.prompts[index].ids
         return CompletionJob(
-            id, prompt, settings.count, self.limits[index], settings.sampling, tell, named
+            id=f"{self.form.id}-{index}",
+            prompt=self.prompts[index].ids,
+            count=settings.count,
+            max_new_tokens=self.limits[index],
+            sampling=settings.sampling,
+            on_event=on_event,
+            draws_as=None if settings.seed is None else f"seed {settings.seed}",
         )
 
     def _build_texts(self) -> list[GrowingText]:
+        """Return a decoder for each choice."""
         tokenizer = self.endpoints.policy.tokenizer
         pieces = self.endpoints.policy.pieces
         result: list[GrowingText] = []
         for prompt in self.prompts:
             for _ in range(self.settings.count):
-                before = [] if self.form.chat else prompt.ids
+                preceding_ids = [] if self.form.chat else prompt.ids
                 # Clients of `echo` expect a log-prob for each token, also for an end token.
                 text = GrowingText(
                     tokenizer,
-                    before,
+                    preceding_ids,
                     self.settings.stops,
                     pieces,
                     every_token=self.settings.echo,
@@ -387,6 +420,7 @@ class CompletionRun:
         return result
 
     def _count_usage(self, texts: Sequence[GrowingText]) -> dict[str, int]:
+        """Return the numbers of tokens, as in OpenAI's field `usage`."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         completion = sum(text.count for text in texts)
         return {
@@ -397,5 +431,5 @@ class CompletionRun:
 
 
 def _move_tokens(tokens: Sequence[EmittedToken], size: int) -> list[EmittedToken]:
-    """Return the tokens of a text that follows `size` other characters."""
+    """Return the tokens with their offsets increased by `size` characters."""
     return [replace(token, offset=token.offset + size) for token in tokens]

@@ -10,19 +10,19 @@ from weft.engine.spec import GenerationSpec
 from weft.errors import find_nearest
 from weft.serve.exchange import RequestRefused
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
-MOST_TOP = 5
-MOST_TOP_OF_CHAT = 20  # limit of `top_logprobs`, as in OpenAI's API, and of `prompt_logprobs`
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP = 5
+MAX_CHAT_TOP = 20  # limit of OpenAI's `top_logprobs`, and of vLLM's `prompt_logprobs`
 COMPLETION_TOKENS = 16  # default `max_tokens` of `/v1/completions`, as in OpenAI's API
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
-# `prompt_logprobs` and `return_token_ids` are vLLM's.
+# Fields of vLLM's API.
 PROMPT = ("prompt_logprobs", "return_token_ids")
 COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING, *PROMPT)
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt", "echo")
-# OpenAI fields that an endpoint does not support -> values that have no effect and are accepted.
+# OpenAI fields that an endpoint may not support -> values without an effect, which are accepted.
 UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -56,17 +56,17 @@ class CompletionSettings:
 
     sampling: GenerationSpec
     max_new_tokens: int
-    # Fewer tokens are allowed if the context is full, since the request gave no number.
-    may_be_fewer: bool
+    # True if the request sets no maximum; a completion may then be shorter if the context is full.
+    allows_fewer_tokens: bool
     count: int
     seed: int | None
     stops: tuple[str, ...]
     stream: bool
-    usage_at_end: bool  # a stream ends with token counts
-    # Number of likeliest alternatives per token; None returns no log-probs at all.
+    usage_at_end: bool  # True if a stream ends with token counts
+    # Number of most likely alternatives per completion token; None returns no log-probs.
     logprobs: int | None
-    echo: bool = False  # the answer begins with the prompt
-    # Number of likeliest alternatives per token of the prompt; None returns no log-probs of it.
+    echo: bool = False  # True if the answer begins with the prompt
+    # Number of most likely alternatives per prompt token; None returns no log-probs of the prompt.
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
 
@@ -76,38 +76,42 @@ class CompletionSettings:
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     @property
-    def top_of_prompt(self) -> int:
-        """Largest number of alternatives that the answer has per token of the prompt."""
-        return max(self.prompt_logprobs or 0, (self.logprobs or 0) if self.echo else 0)
+    def prompt_top(self) -> int:
+        """Largest number of alternatives in the answer per token of the prompt."""
+        top = self.prompt_logprobs or 0
+        if self.echo:
+            top = max(top, self.logprobs or 0)
+        return top
 
     @property
     def takes_likeliest_next(self) -> bool:
         """True if a completion is the most likely next token, with its unrestricted log-prob.
 
-        That token can be read from the pass that scores the prompt.
+        The pass that scores the prompt can also compute this token.
         """
         spec = self.sampling
-        unrestricted = spec.top_p == 1.0 and spec.top_k == 0 and spec.min_p == 0.0
-        return spec.greedy and self.max_new_tokens == 1 and unrestricted and not self.stops
+        is_unrestricted = spec.top_p == 1.0 and spec.top_k == 0 and spec.min_p == 0.0
+        return spec.greedy and self.max_new_tokens == 1 and is_unrestricted and not self.stops
 
     def count_prompt_values(self, num_tokens: int) -> int:
-        """Return how many values an answer has for prompts of `num_tokens` tokens in total.
+        """Return the number of tokens and log-probs of prompts in an answer.
 
-        These are tokens and log-probs that the answer repeats in each choice.
+        `num_tokens` is the total number of tokens of the prompts. The values are repeated in each
+        choice.
         """
         if not (self.echo or self.scores_prompt or self.return_token_ids):
             return 0
-        return num_tokens * self.count * (1 + self.top_of_prompt)
+        return num_tokens * self.count * (1 + self.prompt_top)
 
 
 def read_settings(
-    body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
+    body: Mapping[str, Any], new_tokens_limit: int, stop_ids: Sequence[int], *, chat: bool
 ) -> CompletionSettings:
     """Validate the fields of a completion request, and return the settings.
 
-    `most_new_tokens` is the server's limit per completion, `stop_ids` are the policy's stop ids,
+    `new_tokens_limit` is the server's limit per completion, `stop_ids` are the policy's stop ids,
     and `chat` selects the endpoint. Raises a `RequestRefused` that states the field, its value and
-    the rule that it violates.
+    the violated rule.
     """
     check_names(body, CHAT if chat else COMPLETION, UNSUPPORTED_FIELDS, (*CHAT, *COMPLETION))
     temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)
@@ -117,12 +121,15 @@ def read_settings(
     logprobs = _read_logprobs(body, chat=chat)
     echo = read_flag(body, "echo")
     prompt_logprobs = _read_prompt_logprobs(body, stream)
-    repeats = echo or prompt_logprobs is not None
+    describes_prompt = echo or prompt_logprobs is not None
+    seed = None
+    if body.get("seed") is not None:
+        seed = read_integer(body, "seed", 0, -(2**63), 2**63 - 1)
     sampling = GenerationSpec(
-        max_new_tokens=most_new_tokens,
+        max_new_tokens=new_tokens_limit,
         temperature=1.0 if greedy else temperature,
         greedy=greedy,
-        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        top_p=read_number(body, "top_p", 1.0, 0.0, 1.0, exclusive_minimum=True),
         top_k=read_integer(body, "top_k", 0, 0, 2**31),
         min_p=read_number(body, "min_p", 0.0, 0.0, 1.0),
         stop=list(stops),
@@ -131,12 +138,13 @@ def read_settings(
     )
     return CompletionSettings(
         sampling=sampling,
-        max_new_tokens=_read_max_tokens(body, most_new_tokens, chat=chat, may_be_0=repeats),
-        may_be_fewer=body.get("max_tokens") is None and body.get("max_completion_tokens") is None,
-        count=read_integer(body, "n", 1, 1, MOST_CHOICES),
-        seed=read_integer(body, "seed", 0, -(2**63), 2**63 - 1)
-        if body.get("seed") is not None
-        else None,
+        max_new_tokens=_read_max_tokens(
+            body, new_tokens_limit, chat=chat, allows_zero=describes_prompt
+        ),
+        allows_fewer_tokens=body.get("max_tokens") is None
+        and body.get("max_completion_tokens") is None,
+        count=read_integer(body, "n", 1, 1, MAX_CHOICES),
+        seed=seed,
         stops=stops,
         stream=stream,
         usage_at_end=_read_usage_at_end(body, stream),
@@ -151,40 +159,42 @@ def read_number(
     body: Mapping[str, Any],
     name: str,
     default: float,
-    least: float,
-    most: float,
+    minimum: float,
+    maximum: float,
     *,
-    above: bool = False,
+    exclusive_minimum: bool = False,
 ) -> float:
     """Return the value of a numeric field, or `default` if the field is absent.
 
-    Raises `RequestRefused` unless the value is a number from `least` to `most`. With `above`,
-    `least` itself is also refused.
+    Raises `RequestRefused` unless the value is a number from `minimum` to `maximum`. If
+    `exclusive_minimum` is True, `minimum` itself is also refused.
     """
     value = body.get(name)
     if value is None:
         return default
-    fits = type(value) in (int, float) and least <= value <= most and not (above and value == least)
-    if not fits:
-        raise build_field_error(
-            name,
-            value,
-            f"must be a number {'above' if above else 'from'} {least:g} "
-            f"{'up ' if above else ''}to {most:g}",
-        )
+    is_valid = type(value) in (int, float) and minimum <= value <= maximum
+    if exclusive_minimum:
+        is_valid = is_valid and value != minimum
+        rule = f"must be a number above {minimum:g} up to {maximum:g}"
+    else:
+        rule = f"must be a number from {minimum:g} to {maximum:g}"
+    if not is_valid:
+        raise build_field_error(name, value, rule)
     return float(value)
 
 
-def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+def read_integer(
+    body: Mapping[str, Any], name: str, default: int, minimum: int, maximum: int
+) -> int:
     """Return the value of an integer field, or `default` if the field is absent.
 
-    Raises `RequestRefused` unless the value is an integer from `least` to `most`.
+    Raises `RequestRefused` unless the value is an integer from `minimum` to `maximum`.
     """
     value = body.get(name)
     if value is None:
         return default
-    if type(value) is not int or not least <= value <= most:
-        raise build_field_error(name, value, f"must be a whole number from {least} to {most}")
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise build_field_error(name, value, f"must be a whole number from {minimum} to {maximum}")
     return value
 
 
@@ -202,68 +212,67 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
     """Return the error for a field with an invalid value.
 
-    `rule` is a phrase that says which values are valid.
+    `rule` is a phrase that describes the valid values.
     """
     text = repr(value)
-    return RequestRefused(
-        400, f"{name}={text if len(text) <= 80 else text[:77] + '...'}: {rule}", param=name
-    )
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return RequestRefused(400, f"{name}={text}: {rule}", param=name)
 
 
 def check_names(
     body: Mapping[str, Any],
-    taken: Sequence[str],
+    supported: Sequence[str],
     unsupported: Mapping[str, Sequence[Any]],
-    elsewhere: Sequence[str] = (),
+    other_fields: Sequence[str] = (),
 ) -> None:
-    """Raise `RequestRefused` for a field that the endpoint does not take.
+    """Raise `RequestRefused` for a field that the endpoint does not support.
 
-    `taken` are the endpoint's fields. `unsupported` maps known fields that it does not support to
-    the values that have no effect, which are accepted. `elsewhere` are fields of other endpoints.
+    `supported` are the endpoint's fields. `unsupported` maps known fields that it does not support
+    to the values that have no effect, which are accepted. `other_fields` are the fields of other
+    endpoints.
     """
     for name, value in body.items():
-        if name in taken or value is None or (name in unsupported and value in unsupported[name]):
+        has_no_effect = value is None or (name in unsupported and value in unsupported[name])
+        if name in supported or has_no_effect:
             continue
-        if name in unsupported or name in elsewhere:
+        if name in unsupported or name in other_fields:
             raise RequestRefused(
                 400,
                 f"{name} is not supported by this endpoint; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
-        close = find_nearest(name, taken)
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
+        nearest = find_nearest(name, supported)
+        if nearest:
+            hint = f"did you mean {' or '.join(nearest)}?"
         else:
-            hint = f"known: {', '.join(sorted(taken))}"
+            hint = f"known: {', '.join(sorted(supported))}"
         raise RequestRefused(
             400, f"unknown field {name!r}; {hint}", param=name, code="unknown_parameter"
         )
 
 
 def _read_stops(value: Any) -> tuple[str, ...]:
+    """Return the distinct stop strings of the field `stop`, whose value is `value`."""
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(texts, list)
-        or len(texts) > MOST_STOPS
-        or not all(isinstance(t, str) and t for t in texts)
-    ):
-        raise build_field_error(
-            "stop",
-            value,
-            f"must be a string or a list of up to {MOST_STOPS} strings, none of them empty",
-        )
+    rule = f"must be a string or a list of up to {MAX_STOPS} strings, none of them empty"
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+        raise build_field_error("stop", value, rule)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise build_field_error("stop", value, rule)
     return tuple(dict.fromkeys(texts))
 
 
-def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool, may_be_0: bool) -> int:
-    """Return the maximum number of new tokens, which may be 0 if the answer repeats the prompt."""
-    names = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        if body.get(name) is not None:
-            names.append(name)
+def _read_max_tokens(body: Mapping[str, Any], limit: int, *, chat: bool, allows_zero: bool) -> int:
+    """Return the maximum number of new tokens per completion, at most `limit`.
+
+    It may be 0 if `allows_zero`, which is True if the answer describes the prompt.
+    """
+    fields = ("max_tokens", "max_completion_tokens")
+    names = [name for name in fields if body.get(name) is not None]
     if len(names) > 1:
         raise RequestRefused(
             400,
@@ -271,15 +280,17 @@ def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool, may_be_0
             param=names[0],
         )
     if not names:
-        return most if chat else min(COMPLETION_TOKENS, most)
-    if body[names[0]] == 0 and type(body[names[0]]) is int and not may_be_0:
+        return limit if chat else min(COMPLETION_TOKENS, limit)
+    (name,) = names
+    if body[name] == 0 and type(body[name]) is int and not allows_zero:
         raise build_field_error(
-            names[0], 0, f"requires echo=true or prompt_logprobs; else write 1 to {most}"
+            name, 0, f"requires echo=true or prompt_logprobs; else write 1 to {limit}"
         )
-    return read_integer(body, names[0], most, 0 if may_be_0 else 1, most)
+    return read_integer(body, name, limit, 0 if allows_zero else 1, limit)
 
 
 def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
+    """Return whether the request asks for token counts at the end of the stream."""
     options = body.get("stream_options")
     if options is None:
         return False
@@ -291,13 +302,14 @@ def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _read_prompt_logprobs(body: Mapping[str, Any], stream: bool) -> int | None:
+    """Return the number of most likely alternatives per prompt token; None for no log-probs."""
     if body.get("prompt_logprobs") is None:
         return None
     if stream:
         raise build_field_error(
             "prompt_logprobs", body["prompt_logprobs"], "cannot be streamed; leave stream out"
         )
-    return read_integer(body, "prompt_logprobs", 0, 0, MOST_TOP_OF_CHAT)
+    return read_integer(body, "prompt_logprobs", 0, 0, MAX_CHAT_TOP)
 
 
 def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
@@ -307,9 +319,9 @@ def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     """
     if not chat:
         if body.get("logprobs") is not None:
-            return read_integer(body, "logprobs", 0, 0, MOST_TOP)
+            return read_integer(body, "logprobs", 0, 0, MAX_TOP)
         return None
-    top = read_integer(body, "top_logprobs", 0, 0, MOST_TOP_OF_CHAT)
+    top = read_integer(body, "top_logprobs", 0, 0, MAX_CHAT_TOP)
     if read_flag(body, "logprobs"):
         return top
     if top:

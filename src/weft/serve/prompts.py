@@ -1,4 +1,4 @@
-"""Prompts of requests: text, conversations or token ids, converted to token ids and checked."""
+"""Conversion of prompts in requests (text, conversations or token ids) to checked token ids."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weft.serve.background import BackgroundWork
 from weft.serve.exchange import RequestRefused, ServerLimits
 from weft.serve.served_model import ServedModel
 
-MOST_PROMPTS = 128
-# Time limit for rendering a conversation; freeing a larger result would block for too long.
+MAX_PROMPTS = 128
+# Time limit for rendering a conversation. Even freeing a larger result would block for too long.
 TEMPLATE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids of a prompt, and its text as the request gave it.
+    """Token ids of a prompt, and the prompt's text in the request.
 
-    `text` is None if the request gave token ids or a conversation.
+    `text` is None if the request has token ids or a conversation instead.
     """
 
     ids: Sequence[int]
@@ -36,7 +36,7 @@ class EncodedPrompt:
 class PromptReader:
     """Conversion of the prompts in requests to a model's token ids, within the server's limits.
 
-    The methods take long for long texts and must be called in a worker thread.
+    The methods are slow for long texts, so they must be called in a worker thread.
     """
 
     model: ServedModel
@@ -48,8 +48,8 @@ class PromptReader:
     ) -> list[int]:
         """Return the token ids of a conversation, rendered with the model's chat template.
 
-        `bos` says whether the ids begin with the token for the beginning of a sequence; None leaves
-        this to the template and the tokenizer's options. Raises `RequestRefused` for invalid
+        `bos` decides whether the ids begin with the BOS token; None leaves this to the template and
+        the tokenizer's options. Raises `RequestRefused` for invalid
         messages, and for a model without a chat template.
         """
         tokenizer = self.background.get_tokenizer(self.model.tokenizer)
@@ -60,19 +60,18 @@ class PromptReader:
                 400, "this model has no chat template; use /v1/completions", code="no_chat_template"
             )
         self.check_bytes(count_bytes(messages), "messages")
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             tokenizer.check_template()
             with limit_time(TEMPLATE_SECONDS):
                 text = tokenizer.render(
                     normalize_messages(messages), add_generation_prompt=add_generation_prompt
                 )
-            self.check_bytes(count_bytes(text), "messages")  # a template may repeat them
+            self.check_bytes(count_bytes(text), "messages")  # a template may repeat messages
             bos = tokenizer.chat_bos if bos is None else bos
             return self.background.encode(self.model.tokenizer, text, bos)
         except (UserError, TimeLimitExceeded) as error:
-            late = time.monotonic() - began > TEMPLATE_SECONDS
-            if late:
+            if time.monotonic() - start > TEMPLATE_SECONDS:
                 message = (
                     f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages"
                 )
@@ -81,22 +80,22 @@ class PromptReader:
             raise RequestRefused(400, message, param="messages") from None
 
     def encode_prompts(self, prompt: Any) -> list[EncodedPrompt]:
-        """Return each of the prompts in a request's field `prompt`.
+        """Return the prompts in a request's field `prompt`.
 
-        A prompt is a string, or token ids (see `is_ids`). The field can have a single prompt or a
-        list of prompts. The prompts in a list must be all strings or all token ids. Raises
-        `RequestRefused` for any other value.
+        The field contains a single prompt, or a list of up to `MAX_PROMPTS` prompts. A prompt is a
+        string, or token ids (see `is_ids`). The prompts in a list must be all strings or all token
+        ids. Raises `RequestRefused` for any other value.
         """
         self.check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
             return [self._encode_prompt(prompt)]
-        if isinstance(prompt, list) and prompt and len(prompt) <= MOST_PROMPTS:
-            texts = all(isinstance(each, str) for each in prompt)
-            if texts or all(is_ids(each) for each in prompt):
+        if isinstance(prompt, list) and prompt and len(prompt) <= MAX_PROMPTS:
+            are_texts = all(isinstance(each, str) for each in prompt)
+            if are_texts or all(is_ids(each) for each in prompt):
                 return [self._encode_prompt(each) for each in prompt]
         raise RequestRefused(
             400,
-            f"prompt must be a string, token ids, or a list of up to {MOST_PROMPTS} of either",
+            f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of either",
             param="prompt",
         )
 
@@ -111,29 +110,39 @@ class PromptReader:
         return [int(id) for id in ids]
 
     def check_bytes(self, size: int, param: str) -> None:
-        if size > (most := self.limits.prompt_bytes):
-            message = f"the request's text has {size} bytes; the limit is {most}, the server's --max-prompt-kb"
+        """Raise `RequestRefused` if the text of the field `param` has too many bytes."""
+        limit = self.limits.prompt_bytes
+        if size > limit:
+            message = (
+                f"the request's text has {size} bytes; the limit is {limit}, the server's "
+                f"--max-prompt-kb"
+            )
             raise RequestRefused(400, message, param=param, code="context_length_exceeded")
 
     def check_length(self, length: int) -> None:
-        if length > self.limits.most_prompt:
-            message = f"the prompt has {length} tokens; the limit is {self.limits.most_prompt}"
+        """Raise `RequestRefused` if a prompt has too many tokens."""
+        if length > self.limits.max_prompt_tokens:
+            message = (
+                f"the prompt has {length} tokens; the limit is {self.limits.max_prompt_tokens}"
+            )
             raise RequestRefused(400, message, code="context_length_exceeded")
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise `RequestRefused` unless all ids are the model's, and there is at least one."""
-        # Check the length first: looking at every id takes long.
-        self.check_length(len(ids))
+        """Raise `RequestRefused` unless there is at least one id, and all ids are valid."""
+        self.check_length(len(ids))  # first, because checking all ids of a long list is slow
         if not ids or min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            message = f"the {param} must not be empty, and token ids must be 0 to {self.model.vocab_size - 1}"
+            message = (
+                f"the {param} must not be empty, and token ids must be 0 to "
+                f"{self.model.vocab_size - 1}"
+            )
             raise RequestRefused(400, message, param=param)
 
 
 def is_ids(value: Any) -> bool:
     """Return whether `value` is a non-empty list of integers, or an integer array.
 
-    These are the forms in which a request gives token ids. In large requests, long lists of token
-    ids have been converted to arrays.
+    Token ids in a request have one of these types: in large requests, long lists of token ids have
+    been converted to arrays.
     """
     if isinstance(value, np.ndarray):
         return value.dtype.kind == "i"

@@ -1,4 +1,4 @@
-"""Models offered by the server: policies, which sample and return log-probs, and reward models."""
+"""Models offered by the server: policies, which sample and compute log-probs, and reward models."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ class ServedModel:
         A row's sequence consists of its unmasked tokens in `input_ids` [B, T]. The positions are
         int64 [B]. Raises a `DataError` that names the invalid tensor.
         """
-        takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
+        input_names = [entry["name"] for entry in self.build_metadata()["inputs"]]
         for name, tensor in inputs.items():
-            if name not in takes:
+            if name not in input_names:
                 raise DataError(
-                    f"model {self.name!r} has no input {name!r}; its inputs are {', '.join(takes)}"
+                    f"model {self.name!r} has no input {name!r}; its inputs are "
+                    f"{', '.join(input_names)}"
                 )
             if tensor.dtype.kind not in "iu":
                 raise DataError(f"input {name!r} must be INT32 or INT64")
@@ -84,10 +85,10 @@ class ServedModel:
                 f"input {IDS!r} has the shape {list(ids.shape)}; it must be [rows, tokens] with "
                 f"at least one of each"
             )
-        begins, ends = _find_spans(inputs.get(MASK), ids.shape)
-        tokens = [row[begin:end] for row, begin, end in zip(ids, begins, ends, strict=True)]
+        starts, stops = _find_spans(inputs.get(MASK), ids.shape)
+        tokens = [row[start:stop] for row, start, stop in zip(ids, starts, stops, strict=True)]
         self._check_rows(tokens)
-        return ScoredRows(tokens, self._read_starts(inputs.get(STARTS), tokens)), begins
+        return ScoredRows(tokens, self._read_starts(inputs.get(STARTS), tokens)), starts
 
     async def infer(
         self,
@@ -104,38 +105,36 @@ class ServedModel:
         padding and for the first `prompt_length` tokens of each row. `prompt_length` [B, 1] is an
         optional input, with 1 as the default. Raises `DataError` for invalid inputs and parameters.
         """
-        rows, begins = await background.run(self.read_rows, inputs)
+        rows, row_starts = await background.run(self.read_rows, inputs)
         temperature = _read_temperature(parameters, self.output)
         if self.output == REWARDS:
             scores = await self._score_rows(rows, "scores", 1.0)
             return {REWARDS: np.array([float(score[0]) for score in scores], np.float32)[:, None]}
+        # Score the rows that have a token to score, and write their log-probs to the right columns.
         logprobs = np.zeros(inputs[IDS].shape, np.float32)
-        wanted = []
-        for index, start in enumerate(rows.starts):
-            if start < len(rows.tokens[index]):
-                wanted.append(index)
-        if wanted:
+        indices = [i for i, start in enumerate(rows.starts) if start < len(rows.tokens[i])]
+        if indices:
             scored_rows = ScoredRows(
-                [rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted]
+                [rows.tokens[i] for i in indices], [rows.starts[i] for i in indices]
             )
-            for index, values in zip(
-                wanted, await self._score_rows(scored_rows, "logprobs", temperature), strict=True
-            ):
-                at = int(begins[index]) + rows.starts[index]
-                logprobs[index, at : at + len(values)] = values
+            scores = await self._score_rows(scored_rows, "logprobs", temperature)
+            for i, values in zip(indices, scores, strict=True):
+                first = int(row_starts[i]) + rows.starts[i]
+                logprobs[i, first : first + len(values)] = values
         return {LOGPROBS: logprobs}
 
     async def _score_rows(
         self, rows: ScoredRows, want: Any, temperature: float
     ) -> list[npt.NDArray[np.float32]]:
+        """Return the output `want` for each of the rows."""
         scores = await asyncio.wrap_future(self.worker.score(rows, want, temperature))
-        return [each.values for each in scores]
+        return [row_scores.values for row_scores in scores]
 
     async def score_prompts(self, rows: Sequence[Sequence[int]], top: int) -> list[RowScores]:
-        """Return the log-probs of the tokens of each row, without the first, at temperature 1.
+        """Return the log-probs of the tokens of each row, except the first, at temperature 1.
 
-        With `top` > 0, they include the `top` most likely ids in the place of each token. Rows of
-        concurrent requests are scored together. Raises `NotFinite` if the network computes NaN.
+        They include the `top` most likely ids at the position of each token. Rows of concurrent
+        requests are scored together. Raises `NotFinite` if the network computes NaN.
         """
         scores = await asyncio.gather(*(self._score_prompt(row, top) for row in rows))
         if any(np.isnan(score.values).any() for score in scores):
@@ -150,17 +149,21 @@ class ServedModel:
         return scores
 
     def _check_rows(self, tokens: Sequence[npt.NDArray[np.int64]]) -> None:
-        most = min(self.worker.max_tokens, self.context or self.worker.max_tokens)
+        """Raise `DataError` for a row of invalid length, or with an invalid token id."""
+        max_length = self.worker.max_tokens
+        if self.context:
+            max_length = min(max_length, self.context)
         for index, row in enumerate(tokens):
-            if not 0 < len(row) <= most:
-                raise DataError(f"row {index} has {len(row)} tokens; 1 to {most} are allowed")
+            if not 0 < len(row) <= max_length:
+                raise DataError(f"row {index} has {len(row)} tokens; 1 to {max_length} are allowed")
             if row.min() < 0 or row.max() >= self.vocab_size:
                 raise DataError(
-                    f"row {index} has a token id outside the model's range, 0 to {self.vocab_size - 1}"
+                    f"row {index} has a token id outside the model's range, 0 to "
+                    f"{self.vocab_size - 1}"
                 )
 
     def _read_starts(
-        self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
+        self, prompt_lengths: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
     ) -> list[int]:
         """Return the index of the first token to score in each row.
 
@@ -169,12 +172,11 @@ class ServedModel:
         """
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]
-        if given is None:
+        if prompt_lengths is None:
             return [1] * len(tokens)
-        starts: list[int] = given.ravel().astype(np.int64).tolist()
-        if len(starts) != len(tokens) or any(
-            not 1 <= start <= len(row) for start, row in zip(starts, tokens, strict=False)
-        ):
+        starts: list[int] = prompt_lengths.ravel().astype(np.int64).tolist()
+        pairs = zip(starts, tokens, strict=False)
+        if len(starts) != len(tokens) or any(not 1 <= start <= len(row) for start, row in pairs):
             raise DataError(
                 f"input {STARTS!r} must have one number per row, from 1 to the row's token count"
             )
@@ -188,7 +190,7 @@ def _describe_tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def _find_spans(
     mask: Tensor | None, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the start and end indices of the unmasked tokens of each row, both int64 [B].
+    """Return the start and the exclusive end of the unmasked tokens of each row, both int64 [B].
 
     Raises `DataError` if the unmasked tokens of a row are not consecutive.
     """
@@ -199,18 +201,20 @@ def _find_spans(
             f"input {MASK!r} has the shape {list(mask.shape)}, but {IDS!r} has {list(shape)}; "
             f"they must be equal"
         )
-    on = mask != 0
-    begins = on.argmax(axis=1)
-    ends = begins + on.sum(axis=1)
-    inside = (np.arange(shape[1]) >= begins[:, None]) & (np.arange(shape[1]) < ends[:, None])
-    if not np.array_equal(inside, on):
+    is_unmasked = mask != 0
+    starts = is_unmasked.argmax(axis=1)
+    stops = starts + is_unmasked.sum(axis=1)
+    columns = np.arange(shape[1])
+    is_inside = (columns >= starts[:, None]) & (columns < stops[:, None])
+    if not np.array_equal(is_inside, is_unmasked):
         raise DataError(
             f"input {MASK!r} must be 1 for consecutive tokens in each row, and 0 elsewhere"
         )
-    return begins, ends
+    return starts, stops
 
 
 def _read_temperature(parameters: Mapping[str, Any], output: str) -> float:
+    """Return the parameter `temperature`, by default 1; raise `DataError` for an invalid value."""
     value = parameters.get("temperature", 1.0)
     if type(value) not in (int, float) or not math.isfinite(value) or not value > 0:
         raise DataError(f"the parameter temperature={value!r} must be a number above 0")

@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.serve.app import ServerApp
 from weft.serve.background import BackgroundWork
 from weft.serve.exchange import (
-    TYPE,
+    METRICS_CONTENT_TYPE,
     HttpExchange,
     Message,
     RequestRefused,
@@ -30,8 +30,8 @@ from weft.serve.exchange import (
 )
 from weft.serve.served_model import ServedModel
 
-GRACE_S = 5.0  # time for running requests to finish at shutdown
-CONNECTIONS = 2048
+GRACE_S = 5.0  # seconds for running requests to finish at shutdown
+MAX_CONNECTIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ServerPorts:
 class Server:
     """Context manager that serves models over HTTP, and over gRPC if `ports.grpc` is set.
 
-    If `ports.metrics` is set, metrics are served over HTTP on this port. `urls` has the addresses
-    of the servers, under the names `http`, `grpc` and `metrics`.
+    If `ports.metrics` is set, metrics are served over HTTP on this port. `urls` contains the
+    addresses of the servers under the names `http`, `grpc` and `metrics`.
     """
 
     models: Sequence[ServedModel]
@@ -76,17 +76,17 @@ class Server:
         app = ServerApp(
             models, self.limits, self.token, self.metrics, int(time.time()), self.background
         )
-        http = _open_socket("--port", self.ports.host, self.ports.http)
+        http_socket = _open_socket("--port", self.ports.host, self.ports.http)
         try:
-            own = None
+            metrics_socket = None
             if self.ports.metrics is not None:
-                own = _open_socket("--metrics-port", self.ports.host, self.ports.metrics)
+                metrics_socket = _open_socket("--metrics-port", self.ports.host, self.ports.metrics)
             for model in self.models:
                 self.background.prepare(model.tokenizer)
                 model.worker.start()
-            self._serve(app, http, "http")
-            if own is not None:
-                self._serve(self._serve_metrics, own, "metrics")
+            self._serve(app, http_socket, "http")
+            if metrics_socket is not None:
+                self._serve(self._serve_metrics, metrics_socket, "metrics")
             if self.ports.grpc is not None:
                 self._start_grpc(app, self.ports.grpc)
         except BaseException:
@@ -114,8 +114,8 @@ class Server:
             model.worker.stop()
         self.background.close()
 
-    def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
-        """Serve an ASGI application on the socket `listening`, in a new thread.
+    def _serve(self, app: Any, listener: socket.socket, name: str) -> None:
+        """Serve an ASGI application on the socket `listener`, in a new thread.
 
         The method returns when the application accepts connections or has failed. The thread runs
         until `close` is called. `name` is the application's key in `urls`.
@@ -130,49 +130,50 @@ class Server:
             ws="none",
             interface="asgi3",
             timeout_graceful_shutdown=int(GRACE_S),
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
             server_header=False,
         )
-        # Start the server in a thread, and remember the event loop for gRPC.
+        # Start the server in a thread, and store its event loop for gRPC.
         server = uvicorn.Server(config)
-        begun = threading.Event()
+        has_loop = threading.Event()
 
         async def serve() -> None:
             if name == "http":
                 self._loop = asyncio.get_running_loop()
-            begun.set()
-            await server.serve([listening])
+            has_loop.set()
+            await server.serve([listener])
 
         thread = threading.Thread(
             target=lambda: asyncio.run(serve()), name=f"weft-{name}", daemon=True
         )
         thread.start()
-        begun.wait()
+        has_loop.wait()
         # Wait until the server accepts connections or has failed.
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         self._servers.append(server)
         self._threads.append(thread)
-        host, port = listening.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         self.urls[name] = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _start_grpc(self, app: ServerApp, port: int) -> None:
+        """Start the gRPC server. Raises `ConfigError` if it cannot listen on the port."""
         from weft.serve.grpc_server import build_grpc_server
 
         assert self._loop is not None
         server = build_grpc_server(app, self._loop)
         host = f"[{self.ports.host}]" if ":" in self.ports.host else self.ports.host
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound_port = server.add_insecure_port(f"{host}:{port}")
         except RuntimeError:
-            bound = 0
-        if not bound:
+            bound_port = 0
+        if not bound_port:
             raise ConfigError(
                 f"--grpc-port={port}: cannot listen on this port; choose another, or 0 for a free one"
             )
         server.start()
         self._grpc = server
-        self.urls["grpc"] = f"grpc://{host}:{bound}"
+        self.urls["grpc"] = f"grpc://{host}:{bound_port}"
 
     async def _serve_metrics(
         self,
@@ -190,7 +191,7 @@ class Server:
                 {"error": RequestRefused(404, "see /metrics").message}, 404
             )
         text = self.metrics.format_text({model.name: model.worker.load for model in self.models})
-        await exchange.reply(200, text.encode(), TYPE)
+        await exchange.reply(200, text.encode(), METRICS_CONTENT_TYPE)
 
 
 def _open_socket(option: str, host: str, port: int) -> socket.socket:

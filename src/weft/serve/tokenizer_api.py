@@ -1,5 +1,6 @@
-"""Endpoints of a model's tokenizer, as vLLM has them: `/tokenize`, `/detokenize` and
-`/tokenizer_info`.
+"""Endpoints of a model's tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info`.
+
+They are compatible with vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weft.serve.prompts import PromptReader, is_ids
 TEXT = ("model", "prompt", "add_special_tokens", "return_token_strs")
 CHAT = ("model", "messages", "add_generation_prompt", "add_special_tokens", "return_token_strs")
 TOKENS = ("model", "tokens")
-# vLLM's fields that weft does not support -> values that have no effect and are accepted.
+# vLLM's fields that weft does not support -> values without an effect, which are accepted.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
@@ -38,31 +39,37 @@ class TokenizerEndpoints:
         """
         chat = body.get("messages") is not None
         check_names(body, CHAT if chat else TEXT, UNSUPPORTED, (*TEXT, *CHAT))
-        # vLLM adds the tokens that the tokenizer begins with to a text, but not to a conversation,
-        # whose template writes them.
-        special = _read_flag(body, "add_special_tokens", not chat)
+        # Like vLLM, by default add special tokens to a text, but not to a conversation, because the
+        # chat template writes them.
+        add_special = _read_flag(body, "add_special_tokens", not chat)
         if chat:
             ids = self.reader.encode_chat(
                 body["messages"],
                 add_generation_prompt=_read_flag(body, "add_generation_prompt", True),
-                bos=self.reader.model.tokenizer.add_bos if special else None,
+                bos=self.reader.model.tokenizer.add_bos if add_special else None,
             )
         else:
-            ids = self._encode_text(body.get("prompt"), special)
+            ids = self._encode_text(body.get("prompt"), add_special)
         model = self.reader.model
         strings = None
         if read_flag(body, "return_token_strs"):
             strings = [str(token) for token in model.tokenizer.hf.convert_ids_to_tokens(ids)]
-        longest = model.context or self.reader.limits.most_prompt
-        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
+        max_length = model.context or self.reader.limits.max_prompt_tokens
+        return {
+            "count": len(ids),
+            "max_model_len": max_length,
+            "tokens": ids,
+            "token_strs": strings,
+        }
 
-    def _encode_text(self, prompt: Any, special: bool) -> list[int]:
+    def _encode_text(self, prompt: Any, add_special: bool) -> list[int]:
+        """Return the token ids of a text; raise `RequestRefused` if it is not a valid text."""
         if not isinstance(prompt, str):
             raise RequestRefused(
                 400, "prompt must be a string; or send a conversation as messages", param="prompt"
             )
         self.reader.check_bytes(len(prompt.encode(errors="surrogatepass")), "prompt")
-        bos = None if special else False
+        bos = None if add_special else False
         return self.reader.background.encode(self.reader.model.tokenizer, prompt, bos)
 
     def decode_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,13 +91,13 @@ class TokenizerEndpoints:
     def describe(self) -> dict[str, Any]:
         """Return the tokenizer's class, special tokens and chat template."""
         tokenizer = self.reader.model.tokenizer
-        specials = {
+        special_tokens = {
             name: getattr(tokenizer.hf, name)
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         return {
             "tokenizer_class": type(tokenizer.hf).__name__,
-            **specials,
+            **special_tokens,
             "add_bos_token": tokenizer.add_bos,
             "chat_template": tokenizer.chat_template,
             "model_max_length": self.reader.model.context,
@@ -104,4 +111,5 @@ ANSWERS: Mapping[str, Callable[[TokenizerEndpoints, Mapping[str, Any]], dict[str
 
 
 def _read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return the value of a Boolean field, or `default` if the field is absent."""
     return default if body.get(name) is None else read_flag(body, name)

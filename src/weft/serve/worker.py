@@ -1,12 +1,12 @@
 """Worker thread that serves all requests for one network.
 
-The thread is the only user of the network. It samples the completions of all requests in one
-running batch, and scores sequences between decoding steps: at most one forward pass after each
-step, so that neither waits for long.
+Only this thread uses the network. It samples the completions of all requests in one running batch,
+and scores sequences between decode steps. There is at most one such forward pass after each decode
+step, so that neither kind of request waits for long.
 
     worker = ServingWorker(engine, spec)
     worker.start()
-    worker.generate(CompletionJob("a", prompt, 1, max_new_tokens=64, sampling=spec, tell=print))
+    worker.generate(CompletionJob("a", prompt, 1, max_new_tokens=64, sampling=spec, on_event=print))
     scores = worker.score(ScoredRows([ids], [len(ids) - 1]), "scores").result()
     worker.stop()
 """
@@ -32,16 +32,16 @@ from weft.models.network.packed import TopIds
 
 Ids = Sequence[int]
 Vector = npt.NDArray[np.float32]
-MOST_SETTINGS = 256  # sampling settings per generator; for more, a new one is opened when idle
+MAX_SETTINGS = 256  # sampling settings per generator; for more, a new generator is opened
 
 
 @dataclass(frozen=True)
 class CompletionJob:
     """Request for `count` completions of one prompt.
 
-    `tell` is called in the worker's thread with the event of each sampled token. If the job fails,
-    `tell` is called a last time, with the exception. Two jobs with equal `draws_as` sample with the
-    same random numbers.
+    `on_event` is called in the worker's thread with the event of each sampled token. If the job
+    fails, it is called a last time with the exception. Two jobs with equal `draws_as` sample with
+    the same random numbers.
     """
 
     id: str
@@ -49,7 +49,7 @@ class CompletionJob:
     count: int
     max_new_tokens: int
     sampling: GenerationSpec
-    tell: Callable[[TokenEvent | Exception], None]
+    on_event: Callable[[TokenEvent | Exception], None]
     draws_as: str | None = None
 
     def build_requests(self, sampling: GenerationSpec) -> list[Request]:
@@ -86,11 +86,11 @@ class RowScores:
     """Outputs for one scored sequence.
 
     Attributes:
-        values: The wanted output: log-probs float32 [L] of the L scored tokens, or the sequence's
-            score [1].
-        top_ids: The K most likely ids in the place of each scored token, int32 [L, K]; K is 0 if
+        values: Requested output, float32: the log-probs [L] of the L scored tokens, or the
+            sequence's score [1].
+        top_ids: The K most likely ids at the position of each scored token, int32 [L, K]; K is 0 if
             none were requested.
-        top_logprobs: Their log-probs, float32 [L, K], the largest first.
+        top_logprobs: Log-probs of `top_ids`, float32 [L, K], the largest first.
     """
 
     values: Vector
@@ -99,9 +99,9 @@ class RowScores:
 
     @classmethod
     def build_without_top(cls, values: Vector) -> RowScores:
-        return cls(
-            values, np.zeros((len(values), 0), np.int32), np.zeros((len(values), 0), np.float32)
-        )
+        """Return scores without most likely ids."""
+        shape = (len(values), 0)
+        return cls(values, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,17 @@ class ScoringJob:
 
     @property
     def kind(self) -> tuple[Output, float, int]:
+        """Settings of the forward pass; only jobs with equal settings can share a pass."""
         return self.want, self.temperature, self.top
 
     @property
     def num_rows(self) -> int:
+        """Number of sequences to score."""
         return len(self.rows.tokens)
 
     @property
     def num_tokens(self) -> int:
+        """Total number of tokens of the sequences."""
         return sum(map(len, self.rows.tokens))
 
 
@@ -135,8 +138,7 @@ class ScoringJob:
 class ServingWorker:
     """Thread that samples from one network and scores sequences with it.
 
-    `spec` has the sampling defaults; if it is None, the network only scores. `load` is the number
-    of completions and rows that are waiting or running.
+    `spec` has the sampling defaults; if it is None, the network only scores.
     """
 
     engine: Engine
@@ -145,31 +147,33 @@ class ServingWorker:
     _commands: queue.SimpleQueue[CompletionJob | ScoringJob | str | None] = field(
         default_factory=queue.SimpleQueue
     )
-    _jobs: dict[str, CompletionJob] = field(default_factory=dict)  # running jobs by id
-    _num_unfinished: dict[str, int] = field(
-        default_factory=dict
-    )  # job id -> unfinished completions
-    # jobs that wait for a generator with room for their settings
+    # Running jobs, and the numbers of their unfinished completions, by job id.
+    _jobs: dict[str, CompletionJob] = field(default_factory=dict)
+    _num_unfinished: dict[str, int] = field(default_factory=dict)
+    # Jobs that the open generator has not admitted yet.
     _waiting_jobs: list[CompletionJob] = field(default_factory=list)
-    _scorings: list[ScoringJob] = field(default_factory=list)
-    # repr -> sampling settings that the open generator has seen
+    _scoring_jobs: list[ScoringJob] = field(default_factory=list)
+    # Sampling settings that the open generator has used, by their repr.
     _settings: dict[str, GenerationSpec] = field(default_factory=dict)
-    _stopping: bool = False
+    _is_stopping: bool = False
     _load: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
 
-    # -- from any thread
+    # -- methods for any thread
 
     @property
     def load(self) -> int:
+        """Number of completions and rows that are waiting or running."""
         return self._load
 
     @property
     def is_alive(self) -> bool:
+        """True if the thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="weft-serve", daemon=True)
         self._thread.start()
 
@@ -185,12 +189,12 @@ class ServingWorker:
         self._commands.put(job)
 
     def cancel(self, id: str) -> None:
-        """Stop the completions of the job `id`, and do not call its callback `tell` again."""
+        """Stop the completions of the job `id`, and do not call its callback `on_event` again."""
         self._commands.put(id)
 
     @contextmanager
     def hold_load(self, count: int) -> Iterator[None]:
-        """Count `count` completions as load, which the caller queues after this context."""
+        """Add `count` to the load in a `with` block, for completions that are queued after it."""
         self._change_load(count)
         try:
             yield
@@ -203,21 +207,21 @@ class ServingWorker:
         """Queue rows to be scored, and return a future with the outputs of each row.
 
         If `want` is "logprobs", the scored tokens of row i are those from index `rows.starts[i]` to
-        the end, and with `top` > 0, the outputs include the `top` most likely ids in the place of
-        each. If `want` is "scores", the output is the row's score.
+        the end, and the outputs include the `top` most likely ids at the position of each token. If
+        `want` is "scores", the output is the row's score.
         """
         future: Future[list[RowScores]] = Future()
         self._change_load(len(rows.tokens))
         self._commands.put(ScoringJob(rows, want, temperature, top, future))
         return future
 
-    # -- in the worker's thread
+    # -- methods that run in the worker's thread
 
     def _run(self) -> None:
         """Score rows and sample completions as commands arrive, until the worker is stopped."""
-        while not self._stopping:
+        while not self._is_stopping:
             try:
-                self._read_commands(wait=not self._waiting_jobs and not self._scorings)
+                self._read_commands(wait=not self._waiting_jobs and not self._scoring_jobs)
                 self._score_waiting()
                 if self.spec is None or not self._waiting_jobs:
                     continue
@@ -232,24 +236,25 @@ class ServingWorker:
     def _generate(self, generator: Generator) -> None:
         """Sample completions until the worker stops, or until waiting jobs need a new generator.
 
-        A new one is needed because a generator accepts at most `MOST_SETTINGS` different sampling
+        A new generator is needed if the jobs have more than `MAX_SETTINGS` different sampling
         settings.
         """
-        while not self._stopping:
-            idle = generator.idle and not self._waiting_jobs and not self._scorings
-            self._read_commands(wait=idle, generator=generator)
+        while not self._is_stopping:
+            is_idle = generator.idle and not self._waiting_jobs and not self._scoring_jobs
+            self._read_commands(wait=is_idle, generator=generator)
             self._score_waiting()
             self._admit_jobs(generator)
             if generator.idle and self._waiting_jobs:
                 return
-            for event in [] if generator.idle else generator.step():
-                self._pass_event(event)
+            if not generator.idle:
+                for event in generator.step():
+                    self._pass_event(event)
 
     def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
         """Process all queued commands, such as new and cancelled jobs.
 
-        With `wait`, block until there is at least one command. If a generator is open, it must be
-        passed, so that cancelled jobs are also aborted in it.
+        If `wait` is True, block until there is at least one command. If a generator is open, it
+        must be passed, so that it aborts cancelled jobs.
         """
         while True:
             try:
@@ -258,44 +263,41 @@ class ServingWorker:
                 return
             wait = False
             if command is None:
-                self._stopping = True
+                self._is_stopping = True
                 return
             if isinstance(command, ScoringJob):
-                self._scorings.append(command)
+                self._scoring_jobs.append(command)
             elif isinstance(command, CompletionJob):
                 self._waiting_jobs.append(command)
             elif command in self._jobs and generator is not None:
                 generator.abort([command])
                 self._remove_job(command)
             else:
-                dropped = []
-                for job in self._waiting_jobs:
-                    if job.id == command:
-                        dropped.append(job)
+                cancelled = [job for job in self._waiting_jobs if job.id == command]
                 self._waiting_jobs = [job for job in self._waiting_jobs if job.id != command]
-                self._change_load(-sum(job.count for job in dropped))
+                self._change_load(-sum(job.count for job in cancelled))
 
     def _admit_jobs(self, generator: Generator) -> None:
         """Add waiting jobs to the running batch of `generator`, in order.
 
-        If the generator already has `MOST_SETTINGS` different sampling settings, this stops at the
+        If the generator already has `MAX_SETTINGS` different sampling settings, this stops at the
         first job that needs new ones.
         """
-        while self._waiting_jobs and not self._stopping:
+        while self._waiting_jobs and not self._is_stopping:
             job = self._waiting_jobs[0]
             settings_key = repr(job.sampling)
-            if settings_key not in self._settings and len(self._settings) >= MOST_SETTINGS:
+            if settings_key not in self._settings and len(self._settings) >= MAX_SETTINGS:
                 return
             self._waiting_jobs.pop(0)
-            self._jobs[job.id], self._num_unfinished[job.id] = job, job.count
+            self._jobs[job.id] = job
+            self._num_unfinished[job.id] = job.count
+            sampling = self._settings.setdefault(settings_key, job.sampling)
             try:
-                generator.submit(
-                    job.build_requests(self._settings.setdefault(settings_key, job.sampling))
-                )
+                generator.submit(job.build_requests(sampling))
             except UserError as error:
                 generator.abort([job.id])
                 self._remove_job(job.id)
-                job.tell(error)
+                job.on_event(error)
 
     def _pass_event(self, event: TokenEvent) -> None:
         """Pass a token event to its job, and update the number of unfinished completions."""
@@ -307,119 +309,124 @@ class ServingWorker:
             self._change_load(-1)
             if not self._num_unfinished[event.id]:
                 self._remove_job(event.id)
-        job.tell(event)
+        job.on_event(event)
 
     def _remove_job(self, id: str) -> None:
-        """Forget a finished or cancelled job, and reduce the load by its unfinished completions."""
+        """Remove a finished or cancelled job, and reduce the load by its unfinished completions."""
         self._change_load(-self._num_unfinished.pop(id))
         del self._jobs[id]
 
     def _score_waiting(self) -> None:
-        """Score as many of the waiting rows as fit into one forward pass.
+        """Score as many of the waiting jobs as fit in one forward pass.
 
-        If the pass fails, each of its requests is scored alone, so that only invalid requests fail.
+        If the pass fails, each of its jobs is scored separately, so that only invalid jobs fail.
         """
-        group = self._take_scorings()
+        group = self._take_scoring_jobs()
         if not group:
             return
         try:
             results = self._forward(group)
         except Exception as error:
-            results = []
-            for scoring in group:
-                results.append(self._forward_alone(scoring) if len(group) > 1 else error)
-        self._change_load(-sum(scoring.num_rows for scoring in group))
-        for scoring, result in zip(group, results, strict=True):
-            if not scoring.future.set_running_or_notify_cancel():
+            if len(group) == 1:
+                results = [error]
+            else:
+                results = [self._forward_one(job) for job in group]
+        self._change_load(-sum(job.num_rows for job in group))
+        for job, result in zip(group, results, strict=True):
+            if not job.future.set_running_or_notify_cancel():
                 continue
             if isinstance(result, Exception):
-                scoring.future.set_exception(result)
+                job.future.set_exception(result)
             else:
-                scoring.future.set_result(result)
+                job.future.set_result(result)
 
-    def _take_scorings(self) -> list[ScoringJob]:
+    def _take_scoring_jobs(self) -> list[ScoringJob]:
         """Remove and return the scoring jobs of the next forward pass, and drop cancelled jobs.
 
-        The jobs have the same output, temperature and `top` as the one that has waited longest, and
-        at most `max_tokens` tokens together. A larger job is returned alone; the engine splits it.
+        They have the same output, temperature and `top` as the first waiting job, and at most
+        `max_tokens` tokens in total. If the first job is larger, it is returned alone, and the
+        engine splits it.
         """
         group: list[ScoringJob] = []
-        left: list[ScoringJob] = []
-        room = self.max_tokens
-        for scoring in self._scorings:
-            if scoring.future.cancelled():
-                self._change_load(-scoring.num_rows)
-            elif not group or (scoring.kind == group[0].kind and scoring.num_tokens <= room):
-                group.append(scoring)
-                room -= scoring.num_tokens
+        remaining: list[ScoringJob] = []
+        available_tokens = self.max_tokens
+        for job in self._scoring_jobs:
+            if job.future.cancelled():
+                self._change_load(-job.num_rows)
+            elif not group or (job.kind == group[0].kind and job.num_tokens <= available_tokens):
+                group.append(job)
+                available_tokens -= job.num_tokens
             else:
-                left.append(scoring)
-        self._scorings = left
+                remaining.append(job)
+        self._scoring_jobs = remaining
         return group
 
-    def _forward_alone(self, scoring: ScoringJob) -> list[RowScores] | Exception:
+    def _forward_one(self, job: ScoringJob) -> list[RowScores] | Exception:
         try:
-            return self._forward([scoring])[0]
+            return self._forward([job])[0]
         except Exception as error:
             return error
 
     def _forward(self, group: Sequence[ScoringJob]) -> list[list[RowScores] | Exception]:
-        """Score a group of requests in one forward pass, and return the outputs of each request.
+        """Score a group of jobs in one forward pass, and return the outputs of each job.
 
-        All requests have the same output, temperature and `top`.
+        All jobs have the same output, temperature and `top`.
         """
         rows = []
-        for scoring in group:
-            for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True):
+        for job in group:
+            for ids, start in zip(job.rows.tokens, job.rows.starts, strict=True):
                 rows.append((ids, start))
         want, temperature, top = group[0].kind
         batch = build_sample([ids for ids, _ in rows], [start for _, start in rows])
-        more: frozenset[Output] = frozenset(("top_ids", "top_logprobs") if top else ())
+        top_outputs: frozenset[Output] = frozenset(("top_ids", "top_logprobs") if top else ())
         output = self.engine.forward(
             batch,
-            frozenset({want}) | more,
+            frozenset({want}) | top_outputs,
             temperature=temperature,
             top=TopIds(top) if top else None,
             max_tokens=self.max_tokens,
         )
         scores = _split_rows(output.select(ids=batch.ids), want, top)
-        split: list[list[RowScores] | Exception] = []
-        for scoring in group:
-            split.append(scores[: scoring.num_rows])
-            del scores[: scoring.num_rows]
-        return split
+        scores_by_job: list[list[RowScores] | Exception] = []
+        for job in group:
+            scores_by_job.append(scores[: job.num_rows])
+            del scores[: job.num_rows]
+        return scores_by_job
 
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting jobs with `error`, including scoring jobs."""
         jobs = [*self._jobs.values(), *self._waiting_jobs]
-        scorings = self._scorings
-        self._scorings = []
+        scoring_jobs = self._scoring_jobs
+        self._scoring_jobs = []
         self._change_load(
             -sum(self._num_unfinished.values()) - sum(job.count for job in self._waiting_jobs)
         )
         self._jobs.clear()
         self._num_unfinished.clear()
         self._waiting_jobs.clear()
-        self._change_load(-sum(scoring.num_rows for scoring in scorings))
+        self._change_load(-sum(scoring_job.num_rows for scoring_job in scoring_jobs))
         for job in jobs:
-            job.tell(error)
-        for scoring in scorings:
-            if scoring.future.set_running_or_notify_cancel():
-                scoring.future.set_exception(error)
+            job.on_event(error)
+        for scoring_job in scoring_jobs:
+            if scoring_job.future.set_running_or_notify_cancel():
+                scoring_job.future.set_exception(error)
 
-    def _change_load(self, more: int) -> None:
+    def _change_load(self, change: int) -> None:
         with self._lock:
-            self._load += more
+            self._load += change
 
 
 def _split_rows(output: SequenceSample, want: Output, top: int) -> list[RowScores]:
-    """Return the outputs of each row, without the log-prob of all ids that are not in the top."""
-    values = [to_host_array(each) for each in output.sequences(want)]
+    """Return the outputs of each row.
+
+    The last column of `top_logprobs`, which is for all other ids together, is left out.
+    """
+    values = [to_host_array(row) for row in output.sequences(want)]
     if not top:
-        return [RowScores.build_without_top(each) for each in values]
-    ids = [to_host_array(each) for each in output.sequences("top_ids")]
-    logprobs = [to_host_array(each)[:, :-1] for each in output.sequences("top_logprobs")]
-    return [RowScores(*each) for each in zip(values, ids, logprobs, strict=True)]
+        return [RowScores.build_without_top(row) for row in values]
+    ids = [to_host_array(row) for row in output.sequences("top_ids")]
+    logprobs = [to_host_array(row)[:, :-1] for row in output.sequences("top_logprobs")]
+    return [RowScores(*row) for row in zip(values, ids, logprobs, strict=True)]
 
 
 def build_sample(
@@ -427,8 +434,7 @@ def build_sample(
 ) -> SequenceSample:
     """Return a batch in which each token sequence is divided into a prompt and a completion.
 
-    Each sequence becomes a sample with an id of its own. `starts[i]` is the number of prompt tokens
-    in sequence i.
+    Each sequence is a separate sample. `starts[i]` is the number of prompt tokens in sequence i.
     """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {

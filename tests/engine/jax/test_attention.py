@@ -154,7 +154,9 @@ def test_scores_and_masks_of_all_pairs_of_tokens_are_never_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = attend("xla", PACKED)
-    monkeypatch.setattr(attention, "SCORES", 2 * 4 * LENGTH * 32)  # those of 32 queries of a row
+    monkeypatch.setattr(
+        attention, "MAX_SCORES", 2 * 4 * LENGTH * 32
+    )  # those of 32 queries of a row
     for own, want in zip(attend("xla", PACKED), wanted, strict=True):
         np.testing.assert_allclose(own, want, **BOUNDS)
     config = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=16)

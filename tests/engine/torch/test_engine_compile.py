@@ -160,8 +160,8 @@ def test_products_of_8_bits_are_refused_where_they_cannot_be(
         "dtype": ({"dtype": "float32"}, "fp8=true, dtype=float32: .* set dtype=bfloat16"),
         "device": (
             {},
-            "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it "
-            "out",
+            "fp8=true: cpu has no fp8 matrix products, but NVIDIA GPUs from the H100 on have; "
+            "leave it out",
         ),
     }.values():
         with pytest.raises(ConfigError, match=said):
@@ -179,5 +179,5 @@ def test_products_of_8_bits_are_refused_where_they_cannot_be(
             ConfigError, match=r"fp8=true: torchao cannot be imported .*; run: .*\[fp8\]', or leave"
         ):
             engine_of(path, **changes)
-    with pytest.raises(ConfigError, match="fp8=true: cpu has no such"):
+    with pytest.raises(ConfigError, match="fp8=true: cpu has no fp8 matrix products"):
         engine_of(path, **changes)

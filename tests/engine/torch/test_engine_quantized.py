@@ -25,7 +25,7 @@ from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import ConfigError
 from weft.models.network import lora
-from weft.models.network.quantized import count_bytes, to_whole
+from weft.models.network.quantized import count_bytes, dequantize
 from weft.topology import Layout
 
 KINDS = ["8bit", "4bit"]
@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_values(engine: TorchEngine) -> list[Any]:
     """What an engine holds, as it is."""
     return [
-        (name, where, to_whole(values).clone())
+        (name, where, dequantize(values).clone())
         for name, where, values in engine.read(engine.slices())
     ]
 

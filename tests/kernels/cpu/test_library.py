@@ -207,7 +207,7 @@ def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("structure", library.SHARED, ids=lambda structure: structure.__name__)
+@pytest.mark.parametrize("structure", library.STRUCTS, ids=lambda structure: structure.__name__)
 def test_a_structure_of_another_size_than_in_cpp_is_refused(
     structure: type[ctypes.Structure], fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,10 +216,10 @@ def test_a_structure_of_another_size_than_in_cpp_is_refused(
         (ctypes.Structure,),
         {"_fields_": (*structure._fields_, ("more", ctypes.c_long))},
     )
-    shared = tuple(longer if each is structure else each for each in library.SHARED)
-    monkeypatch.setattr(native, "SHARED", shared)
+    shared = tuple(longer if each is structure else each for each in library.STRUCTS)
+    monkeypatch.setattr(native, "STRUCTS", shared)
     with pytest.raises(
-        AssertionError, match=rf"other sizes in C\+\+ than in library.py: {structure.__name__}$"
+        AssertionError, match=rf"sizes differ between C\+\+ and library.py: {structure.__name__}$"
     ):
         native.load_library()
 
@@ -230,4 +230,4 @@ def test_every_structure_is_compared() -> None:
         for each in vars(library).values()
         if isinstance(each, type) and issubclass(each, ctypes.Structure)
     }
-    assert made == set(library.SHARED)
+    assert made == set(library.STRUCTS)

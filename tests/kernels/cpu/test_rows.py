@@ -30,7 +30,7 @@ def test_rms_norm(shape: tuple[int, ...], offset: float) -> None:
     wanted = torch.autograd.grad(normed, (wide, scale), grad_y.double())
     for want_x, want_weight in [(True, True), (True, False), (False, True)]:
         found = rows.compute_rms_norm_gradients(
-            x, weight, inverse, grad_y, offset, want_x=want_x, want_weight=want_weight
+            x, weight, inverse, grad_y, offset, needs_x=want_x, needs_weight=want_weight
         )
         for one, other, there, bound in zip(
             found, wanted, (want_x, want_weight), of_gradients, strict=True
@@ -60,7 +60,7 @@ def test_rotations_go_there_and_back(half: int) -> None:
     assert torch.equal(rotated[..., 2 * half :], x[..., 2 * half :])
     both = torch.cat([4 * lost, 4 * lost, torch.zeros_like(x[..., 2 * half :]).double()], -1)
     assert_within(rows.rotate(rotated, angles.cos(), angles.sin(), -1.0), x, both)
-    part = rows.rotate(x, angles.cos(), angles.sin(), 1.0, rotated=2)
+    part = rows.rotate(x, angles.cos(), angles.sin(), 1.0, num_rotated=2)
     assert torch.equal(part[:, :2], rotated[:, :2]) and torch.equal(part[:, 2], x[:, 2])
     rows.rotate_back(part, angles.cos(), angles.sin(), 2)
     assert_within(part, x, both)
@@ -95,7 +95,7 @@ def test_silu(gated: bool) -> None:
 
     check(made, expected, of_value)
     for again in (True, False):
-        grad_gate_up, value = rows.compute_silu_gradients(gate_up, gated, grad_out, again=again)
+        grad_gate_up, value = rows.compute_silu_gradients(gate_up, gated, grad_out, recompute=again)
         check(grad_gate_up, wanted, of_both)
         assert value is None if not again else torch.equal(value.nan_to_num(7), made.nan_to_num(7))
 

@@ -176,7 +176,7 @@ def test_products_that_are_left_to_torch(x: Tensor) -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     left, right = torch.ones(200, 8), torch.ones(3, 8)
-    with pytest.raises(AssertionError, match="one number a column"):
+    with pytest.raises(AssertionError, match="one element per row of right"):
         rows.product(left, right, torch.ones(2))
     for total in (torch.ones(200, 2), torch.ones(3, 200).T):
         with pytest.raises(AssertionError):

@@ -266,7 +266,7 @@ def test_version_3_is_taken_where_it_is_and_given_back(monkeypatch: pytest.Monke
         == flash.choose(HOPPER, "fa3")
         == "flash attention 3 of flash_attn_interface"
     )
-    assert flash.find_active_implementation() == registry.current == flash.THIRD
+    assert flash.find_active_implementation() == registry.current == flash.FA3_NAME
     assert flash.choose(HOPPER, "fa2") is None and registry.current is None
 
 
@@ -298,12 +298,12 @@ def test_without_version_3_the_plan_says_why(
 def test_another_kernel_that_the_user_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(monkeypatch)
     registry.current = "FA4"
-    assert "FA4 is in its place already" in str(flash.choose(HOPPER, "auto"))
+    assert "FA4 is already active" in str(flash.choose(HOPPER, "auto"))
     assert flash.choose(HOPPER, "fa2") is None and registry.current == "FA4"
 
 
 def test_the_installed_torch_has_a_place_for_version_3() -> None:
-    assert flash.THIRD in torch.nn.attention.list_flash_attention_impls()
+    assert flash.FA3_NAME in torch.nn.attention.list_flash_attention_impls()
 
 
 def test_version_3_reads_pages_by_their_table_alone(
@@ -313,7 +313,7 @@ def test_version_3_reads_pages_by_their_table_alone(
     table, used = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     flash.attend_paged(q, pages, pages, table, used, AttentionSpec(0.25))
     assert kernel.given[4].tolist() == [0, 16, 32]
-    Registry(monkeypatch).current = flash.THIRD
+    Registry(monkeypatch).current = flash.FA3_NAME
     flash.attend_paged(q, pages, pages, table, used, AttentionSpec(0.25))
     assert kernel.given[4] is None and kernel.named["block_table"] is table
 

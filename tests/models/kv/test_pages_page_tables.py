@@ -128,10 +128,10 @@ def test_order() -> None:
 
 
 def test_pages_grow_up_to_their_limit_and_no_further() -> None:
-    pages = PageAllocator(PAGE, count=4, most=11)
+    pages = PageAllocator(PAGE, count=4, max_pages=11)
     pages.reserve(100)
     assert len(pages) == 11
-    pages = PageAllocator(PAGE, count=4, most=11)
+    pages = PageAllocator(PAGE, count=4, max_pages=11)
     pages.allocate(7)
     assert len(pages) <= 11
     pages.allocate(3)

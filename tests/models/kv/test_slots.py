@@ -47,7 +47,7 @@ def cache_of(network: Transformer, rectangle: bool, *, slots: int = 1, room: int
     if not rectangle:
         for stored in (*cache.keys, *cache.values):
             stored.fill_(torch.nan)
-        cache._new = lambda *given, **how: torch.full(*given, torch.nan, **how)
+        cache._create_tensor = lambda *given, **how: torch.full(*given, torch.nan, **how)
     return cache
 
 

@@ -14,9 +14,9 @@ from weft.models.network.quantized import (
     Quantized,
     allocate_memory,
     count_bytes,
+    dequantize,
     linear,
     quantize_matrices,
-    to_whole,
 )
 
 KINDS: list[Kind] = ["8bit", "4bit"]
@@ -35,14 +35,14 @@ def held(kind: Kind, values: Tensor, dtype: torch.dtype = torch.float32) -> Quan
 def test_8_bits_round_to_a_127th_of_the_row_s_largest() -> None:
     values = matrix()
     step = values.abs().amax(1, keepdim=True) / 127
-    assert torch.equal(held("8bit", values).to_whole(), (values / step).round() * step)
+    assert torch.equal(held("8bit", values).dequantize(), (values / step).round() * step)
 
 
 def test_4_bits_are_those_of_the_library() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     values = matrix()
     codes, state = functional.quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
-    assert torch.equal(held("4bit", values).to_whole(), functional.dequantize_4bit(codes, state))
+    assert torch.equal(held("4bit", values).dequantize(), functional.dequantize_4bit(codes, state))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,14 +54,14 @@ def test_rows_are_taken_and_filled_by_themselves(kind: Kind) -> None:
     for part in (slice(0, 2), slice(2, 6)):
         made.detach()[part].copy_(values[part])
     assert isinstance(made[1:4], Quantized)
-    assert torch.equal(to_whole(made), held(kind, values).to_whole())
-    assert torch.equal(to_whole(made[1:4]), held(kind, values).to_whole()[1:4])
-    assert torch.equal(made + 1, held(kind, values).to_whole() + 1)
+    assert torch.equal(dequantize(made), held(kind, values).dequantize())
+    assert torch.equal(dequantize(made[1:4]), held(kind, values).dequantize()[1:4])
+    assert torch.equal(made + 1, held(kind, values).dequantize() + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: Kind) -> None:
-    assert torch.equal(held(kind, torch.zeros(2, 64)).to_whole(), torch.zeros(2, 64))
+    assert torch.equal(held(kind, torch.zeros(2, 64)).dequantize(), torch.zeros(2, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,9 +74,9 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
         torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         for _ in "xy"
     )
-    made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.to_whole(), bias)
+    made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.dequantize(), bias)
     # Sums are in float32; in half precision the product and its sum with the bias are rounded.
-    whole, half = weight.to_whole().double(), 0 if dtype == torch.float32 else 2
+    whole, half = weight.dequantize().double(), 0 if dtype == torch.float32 else 2
     exact = x.detach().double() @ whole.T + bias.double()
     sizes = x.detach().double().abs() @ whole.T.abs() + bias.double().abs()
     lost = product_bound(x, whole.T, more=1) + gamma(1) * bias.double().abs()

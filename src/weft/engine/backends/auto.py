@@ -45,7 +45,10 @@ def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) 
     resolved_spec = choose_backend(spec)
     if resolved_spec.backend == AUTO:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
-    engine: Engine = backends.get(resolved_spec.backend)(
-        resolved_spec, layout, *([] if mesh is None else [mesh])
-    )
+    build_engine = backends.get(resolved_spec.backend)
+    engine: Engine
+    if mesh is None:
+        engine = build_engine(resolved_spec, layout)
+    else:
+        engine = build_engine(resolved_spec, layout, mesh)
     return engine

@@ -1,6 +1,6 @@
-"""Option checks, choices of dtypes, and special tokens of checkpoints, such as the padding token.
+"""Functions shared by all backends that build a network.
 
-All backends that build a network share them.
+They check options, choose dtypes, and choose the special tokens of checkpoints, such as padding.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def check_spec(spec: ModelSpec) -> str:
     if spec.backend == "hf" and spec.router_aux_loss_coef:
         raise ConfigError(
             f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the "
-            f"model's own; use backend=torch, "
-            "or leave it out"
+            f"model's own; use backend=torch, or leave it out"
         )
     check_quantize(spec)
     check_jax_options(spec)
@@ -105,14 +104,15 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raise `ConfigError` if `compile` or `fp8` conflicts with other options, the layout or the
-    device.
+    """Raise `ConfigError` if `compile` or `fp8` cannot be used.
+
+    They can conflict with other options, with the layout, and with the device.
     """
     check_compilable(spec, layout)
-    lacking = kernels.compiling_obstacle(device) if spec.compile else None
-    if lacking is not None:
+    obstacle = kernels.compiling_obstacle(device) if spec.compile else None
+    if obstacle is not None:
         raise ConfigError(
-            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or "
+            f"compile=true: torch cannot compile for {device} here: {obstacle}; install it, or "
             f"leave it out"
         )
 
@@ -158,23 +158,23 @@ def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Produ
     if not spec.fp8:
         return None
     check_fp8(spec)
-    lacking = kernels.fp8_obstacle(device)
-    if lacking is not None:
-        raise ConfigError(f"fp8=true: {lacking}; leave it out")
+    obstacle = kernels.fp8_obstacle(device)
+    if obstacle is not None:
+        raise ConfigError(f"fp8=true: {obstacle}; leave it out")
     try:
         return kernels.Fp8Product(spec.fp8_recipe)
-    except ImportError as missing:
+    except ImportError as error:
         raise ConfigError(
-            f"fp8=true: torchao cannot be imported ({missing}); run: {install('fp8')}, or leave "
+            f"fp8=true: torchao cannot be imported ({error}); run: {install('fp8')}, or leave "
             f"it out"
-        ) from missing
+        ) from error
 
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
     """Raise `ConfigError` if the option `quantize` does not support the network or the layout."""
-    setting = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
+    setting = f"quantize={spec.quantize}"
     if has_experts:
         raise ConfigError(
             f"{setting}: experts cannot be quantized yet, and are most of this model; leave it out"
@@ -207,22 +207,23 @@ def check_fp8(spec: ModelSpec) -> None:
 def with_dtype(spec: ModelSpec, path: str, *, on_cpu: bool) -> ModelSpec:
     """Return the spec with its dtype set.
 
-    A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU, and that of the
-    checkpoint on a GPU or TPU, where JAX takes bfloat16 for float16. Newly initialized weights are
-    float32 if config.json does not name a dtype.
+    A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU, and the dtype of
+    the checkpoint on a GPU or TPU; `backend=jax` replaces float16 by bfloat16. Newly initialized
+    weights are float32 if config.json does not name a dtype.
     """
     if spec.dtype is not None:
         return spec
     dtype = "float32"
     if not on_cpu:
         raw = hf_io.read_raw(path)
-        stated = raw.get("dtype") or raw.get("torch_dtype")
         if spec.init_from_scratch or spec.planned:
-            stored = stated
+            stored = raw.get("dtype") or raw.get("torch_dtype")
         else:
             stored = str(WeightFiles(hf_io.find_weights(path)).dtype)
-        usual = (name for name in DTYPES if name != "float64")
-        dtype = next((name for name in usual if stored in (name, f"torch.{name}")), dtype)
+        for name in DTYPES:
+            if name != "float64" and stored in (name, f"torch.{name}"):
+                dtype = name
+                break
     if spec.backend == "jax" and dtype == "float16":
         dtype = "bfloat16"
     return replace(spec, dtype=dtype)
@@ -245,19 +246,19 @@ def check_memory(network: nn.Module, path: str, device: torch.device) -> None:
 
     `network` is on the meta device, so that the check needs no memory.
     """
-    _, few = quantized.count_bytes(network)
-    wide = sum(
-        p.numel() * p.element_size()
-        for p in network.parameters()
-        if not isinstance(p, quantized.Quantized)
+    _, quantized_bytes = quantized.count_bytes(network)
+    other_bytes = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in network.parameters()
+        if not isinstance(parameter, quantized.Quantized)
     )
-    needed = wide + few
-    there = read_memory_bytes(device)
-    if needed > there:
+    needed = other_bytes + quantized_bytes
+    available = read_memory_bytes(device)
+    if needed > available:
         raise CheckpointError(
             f"{path}: its weights take {needed / 2**30:,.1f} GiB as config.json describes them, "
             f"and {device} has "
-            f"{there / 2**30:,.1f} GiB; take a smaller model, or spread it over devices "
+            f"{available / 2**30:,.1f} GiB; take a smaller model, or spread it over devices "
             f"(layout=f8, say)"
         )
 
@@ -267,14 +268,13 @@ def count_product_parameters(network: nn.Module, embedding: nn.Module, *, tied: 
 
     A tied embedding is included, because it is also the head's matrix.
     """
-    matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
-    looked_up = sum(
-        p.numel()
-        for m in network.modules()
-        if isinstance(m, nn.Embedding)
-        for p in m.parameters(recurse=False)
-    )
-    return matrices - looked_up + (sum(p.numel() for p in embedding.parameters()) if tied else 0)
+    num_parameters = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            num_parameters -= sum(p.numel() for p in module.parameters(recurse=False))
+    if tied:
+        num_parameters += sum(p.numel() for p in embedding.parameters())
+    return num_parameters
 
 
 def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
@@ -288,14 +288,12 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
     if head == "score":
-        unknown = []
-    else:
-        unknown = [key for key, id in ids.items() if id is None]
-    return {key: id for key, id in ids.items() if key not in unknown}
+        return ids
+    return {key: id for key, id in ids.items() if id is not None}
 
 
 def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the contents of generation_config.json in the role's model directory."""
+    """Return the values of generation_config.json in the role's model directory."""
     return dict(read_model_values(str(spec.path), "generation_config.json"))
 
 
@@ -310,10 +308,10 @@ def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None
     raw = read_model_values(spec.path, "config.json")
-    pad = raw.get("pad_token_id")
+    padding = raw.get("pad_token_id")
     names = raw.get("architectures") or []
-    trained = any("SequenceClassification" in str(name) for name in names)
-    return pad if trained and pad in tokenizer.list_stop_ids() else None
+    is_reward_model = any("SequenceClassification" in str(name) for name in names)
+    return padding if is_reward_model and padding in tokenizer.list_stop_ids() else None
 
 
 def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
@@ -326,33 +324,25 @@ def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Token
     `transformers` scores one sequence at a time.
     """
     stops = set(tokenizer.list_stop_ids())
-    free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
+    is_suitable = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
     if (
         spec.head != "score"
         or pooling != "last"
-        or free
+        or is_suitable
         or find_skipped_padding(tokenizer, spec) is not None
     ):
         return tokenizer
+    # List the special tokens that are not stop tokens.
     hf = tokenizer.hf
-    special = {}
-    for id, added in hf.added_tokens_decoder.items():
-        if added.special:
-            special[added.content] = id
-    ending_nothing = []
-    for token, id in special.items():
-        if id not in stops:
-            ending_nothing.append(token)
-    named = [token for token in ending_nothing if "pad" in token.lower()]
-    usual = []
-    for token in (hf.unk_token, hf.bos_token):
-        if token in ending_nothing:
-            usual.append(token)
-    template = (
-        tokenizer.chat_template or ""
-    )  # tokens in the template occur in every text, so they come last
-    best = sorted((*named, *usual, *ending_nothing), key=template.__contains__)
-    return tokenizer.with_padding(next(iter(best), None))
+    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
+    candidates = [token for token, id in special.items() if id not in stops]
+    # Prefer tokens named "pad", then the unknown and BOS tokens. Tokens in the chat template come
+    # last, because they occur in every text.
+    named = [token for token in candidates if "pad" in token.lower()]
+    usual = [token for token in (hf.unk_token, hf.bos_token) if token in candidates]
+    template = tokenizer.chat_template or ""
+    best = sorted((*named, *usual, *candidates), key=template.__contains__)
+    return tokenizer.with_padding(best[0] if best else None)
 
 
 def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
@@ -364,7 +354,8 @@ def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> t
             "read the last token of this checkpoint, so score with weft (rew.path), or train with "
             "pooling=last",
         )
-    if (skipped := find_skipped_padding(tokenizer, spec)) is not None:
+    skipped = find_skipped_padding(tokenizer, spec)
+    if skipped is not None:
         return (
             f"this reward model pads with token {skipped}, which ends texts too: its scores are "
             f"read one token before the end, "
@@ -374,19 +365,17 @@ def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> t
     if saved is tokenizer:
         return ()
     if tokenizer.pad_id is None:
-        own = "none"
+        original = "none"
     else:
-        own = f"{tokenizer.hf.pad_token!r}, which ends texts too"
+        original = f"{tokenizer.hf.pad_token!r}, which ends texts too"
     if saved.pad_id is not None:
         return (
             f"checkpoints have the padding token {saved.hf.pad_token!r} (the tokenizer's own: "
-            f"{own}), so that transformers "
+            f"{original}), so that transformers "
             "scores them as weft does",
         )
     return (
-        f"checkpoints have no padding token (the tokenizer's own: {own}): every special token of "
-        f"the vocabulary ends texts, so "
-        "transformers scores them one sequence at a time; for batches add a token to the "
-        "vocabulary and name it in "
-        "model.tokenizer.pad_token",
+        f"checkpoints have no padding token (the tokenizer's own: {original}): every special token "
+        f"of the vocabulary ends texts, so transformers scores them one sequence at a time; for "
+        f"batches add a token to the vocabulary and name it in model.tokenizer.pad_token",
     )

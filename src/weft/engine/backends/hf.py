@@ -29,9 +29,8 @@ from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Mesh
 
-PREFIX = (
-    "module."  # prefix of the network's parameter names: the module is an attribute of HFNetwork
-)
+# Prefix of the network's parameter names: the module is the attribute `module` of `HFNetwork`.
+PREFIX = "module."
 
 
 @register_backend("hf")
@@ -43,9 +42,10 @@ def hf_backend(
 ) -> TorchEngine:
     """Build an engine that runs the model directory `spec.path` with `transformers`.
 
-    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that
-    cannot be read or run.
+    `tokenizer` is the role's tokenizer, which is loaded if it is not given. Raises `UserError` for
+    a model that cannot be read or run.
     """
+    # Check the options, and load the module.
     path = common.check_spec(spec)
     common.check_replicated_layout(layout)
     device = common.choose_role_device(spec)
@@ -53,7 +53,7 @@ def hf_backend(
     spec = common.with_dtype(spec, path, on_cpu=device.type != "cuda")
     module = hf_load.load(spec, path, device, common.choose_reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
-    module.config.use_cache = False  # passes don't need a cache; saved files get the original value
+    module.config.use_cache = False  # passes need no cache; saved files get the original value
     # Find out how the decoder can be run.
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
@@ -62,7 +62,7 @@ def hf_backend(
     if tokenizer is None:
         tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
-    # Count operations, for MFU, before adapters are attached.
+    # Count operations per token before adapters are attached.
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices = common.count_product_parameters(module, embedding, tied=tied)
     head = trial.head.layer.weight.numel()
@@ -128,13 +128,13 @@ def planned(
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     _set_up(module, spec)
-    whole = {id(p): p for p in module.parameters()}.values()
+    parameters = {id(parameter): parameter for parameter in module.parameters()}.values()
     return {
         "family": module.config.model_type,
         "vocab_size": embedding.num_embeddings,
         "num_layers": module.config.num_hidden_layers,
-        "num_parameters": sum(p.numel() for p in whole),
-        "num_trainable": sum(p.numel() for p in whole if p.requires_grad),
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": spec.dtype,
         "notes": [],
     }
@@ -164,25 +164,22 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
     """
     if not spec.recomputed_layers:
         return
-    every = spec.recomputed_layers
-    # the call is deprecated, but older supported versions lack its replacement
+    interval = spec.recomputed_layers
+    # The call is deprecated, but older supported versions lack its replacement.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = []
-    for m in module.modules():
-        if isinstance(m, GradientCheckpointingLayer):
-            layers.append(m)
-    if every > 1 and not layers:
+    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if interval > 1 and not layers:
         raise ConfigError(
-            f"recompute_every={every}: backend=hf recomputes all layers of "
+            f"recompute_every={interval}: backend=hf recomputes all layers of "
             f"{module.config.model_type} or none; "
             "write gradient_checkpointing=true, or backend=torch"
         )
     if layers:
         common.check_recomputation(spec, len(layers))
     for number, layer in enumerate(layers, 1):
-        layer.gradient_checkpointing = number % every == 0
+        layer.gradient_checkpointing = number % interval == 0
 
 
 def _describe(
@@ -202,12 +199,13 @@ def _describe(
     if _can_cache(trial):
         heads, kv_heads, head_dim, _ = trial.shapes[0]
         layers = len(trial.shapes)
+    # Another embedding with a row for each position is a table of learned positions.
     positions = values.get("max_position_embeddings") or values.get("n_positions") or 0
-    tables = []
-    for m in module.modules():
-        if isinstance(m, nn.Embedding) and m is not embedding:
-            tables.append(m)
-    learned = any(m.num_embeddings >= positions > 0 for m in tables)
+    has_learned_positions = any(
+        other.num_embeddings >= positions > 0
+        for other in module.modules()
+        if isinstance(other, nn.Embedding) and other is not embedding
+    )
     return TransformerConfig(
         family=values["model_type"],
         vocab_size=embedding.num_embeddings,
@@ -218,7 +216,7 @@ def _describe(
         head_dim=head_dim,
         intermediate_size=0,
         max_positions=positions,
-        learned_positions=positions if learned else None,
+        learned_positions=positions if has_learned_positions else None,
     )
 
 
@@ -237,7 +235,7 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes for the user on the operations that are slow with this model, with the reasons.
+    """Return notes for the user on operations that are slow with this model, and the reasons.
 
     `caches` is True if weft's cache can store the decoder's keys and values.
     """
@@ -287,9 +285,11 @@ def _save(
         setattr(module.config, hf_io.POOLING, "mean")
     state = None
     if spec.has_adapters:
-        named = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
-        hf_lora.save_adapter(directory / "adapter", module, named, spec.lora, str(spec.path))
-        state = hf_lora.merge_state(module, named)
+        module_tensors = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
+        hf_lora.save_adapter(
+            directory / "adapter", module, module_tensors, spec.lora, str(spec.path)
+        )
+        state = hf_lora.merge_state(module, module_tensors)
     hf_load.save(directory, module, state)
     if network.kind == "score" and network.pooling == "mean":
         hf_io.write_mean_pooled_architecture(directory)

@@ -1,7 +1,7 @@
-"""Backend `jax`: the networks of weft's own families on JAX devices, of one process or several.
+"""Backend `jax`, which runs the networks of weft's own families on JAX devices.
 
-What the engine does not compute is refused by name when the role's options are checked
-(`docs/support.md` lists it).
+The devices can belong to several processes. Options that the engine does not support are refused by
+name (`docs/support.md` lists them).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def jax_backend(
 ) -> JaxEngine:
     """Build an engine that runs the model directory `spec.path` on JAX devices.
 
-    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that
-    cannot be read, and for options that only other backends have.
+    `tokenizer` is the role's tokenizer, which is loaded if it is not given. Raises `UserError` for
+    a model that cannot be read, and for options that only other backends support.
     """
     check_jax()
     path = common.check_spec(spec)
@@ -59,59 +59,60 @@ def jax_backend(
     platform = mesh.devices.flat[0].platform
     spec = common.with_dtype(spec, path, on_cpu=platform == "cpu")
     engine.allow_dtype(str(spec.dtype))
-    # Describe the network by torch's modules, without values.
+    # Build the network as torch modules on the meta device, which describe its parameters.
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is None:
         tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     config = network_source.adapt_config(spec, config, tokenizer)
     source = NetworkSource(spec, path, config, tokenizer.added_from)
-    whole = source.build_network(None)
-    check_network(spec, whole)
-    # Put the values on the device.
-    parameters = find_canonical_parameters(whole)
+    meta_network = source.build_network(None)
+    check_network(spec, meta_network)
+    # Read the parameters to the JAX devices.
+    parameters = find_canonical_parameters(meta_network)
     stacks = ParameterStacks(parameters)
     dtype = engine.DTYPES[str(spec.dtype)]
-    wide = engine.DTYPES["float64" if spec.dtype == "float64" else "float32"]
+    trained_dtype = engine.DTYPES["float64" if spec.dtype == "float64" else "float32"]
     arrays = stacks.build_arrays(
-        source.read_values, lambda name: wide if name in stacks.trained else dtype, mesh
+        source.read_values, lambda name: trained_dtype if name in stacks.trained else dtype, mesh
     )
+    # Build the engine.
     decoder = DecoderSettings(
-        config,
-        whole.kind,
-        whole.pooling,
-        dtype,
-        spec.lora.alpha / spec.lora.r if spec.lora.r else 1.0,
-        "nothing_saveable" if spec.recomputed_layers else spec.recompute_policy,
-        build_row_sharding(mesh) if mesh.size > 1 else None,
-        choose_kernel(spec.attention, platform, config, dtype),
+        config=config,
+        head=meta_network.kind,
+        pooling=meta_network.pooling,
+        dtype=dtype,
+        adapter_scale=spec.lora.alpha / spec.lora.r if spec.lora.r else 1.0,
+        policy="nothing_saveable" if spec.recomputed_layers else spec.recompute_policy,
+        row_sharding=build_row_sharding(mesh) if mesh.size > 1 else None,
+        attention=choose_kernel(spec.attention, platform, config, dtype),
     )
     padding = common.find_skipped_padding(tokenizer, spec)
     network = engine.JaxNetwork(decoder, stacks, arrays, padding, spec.longest)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        saved_tokenizer = common.choose_padding(tokenizer, spec, whole.pooling)
+        saved_tokenizer = common.choose_padding(tokenizer, spec, meta_network.pooling)
         saved_tokenizer.save(directory)
-        save_model(directory, tensors, whole, spec, config, saved_tokenizer)
+        save_model(directory, tensors, meta_network, spec, config, saved_tokenizer)
 
     built = BuiltNetwork(
         network=network,
         save=save,
-        cost=compute_cost(whole, frozen=spec.has_adapters),
+        cost=compute_cost(meta_network, frozen=spec.has_adapters),
         facts={
             "family": family.name,
             "vocab_size": config.vocab_size,
             "num_layers": config.num_layers,
         },
-        notes=common.list_padding_notes(tokenizer, spec, whole.pooling),
+        notes=common.list_padding_notes(tokenizer, spec, meta_network.pooling),
     )
-    decayed = {stacks.places[name].array for name in list_decayed_names(whole)}
+    decayed = {stacks.places[name].array for name in list_decayed_names(meta_network)}
     return engine.JaxEngine(built, stacks, spec, layout, frozenset(decayed))
 
 
 def build_role_mesh(spec: ModelSpec) -> Any:
-    """Return the JAX mesh of a role's layout, of the devices that `spec.device` names.
+    """Return the JAX mesh of a role's layout, built from the devices that `spec.device` names.
 
-    Raises `ConfigError` if jax is not installed, or if it has no such devices or too few.
+    Raises `ConfigError` if jax is not installed, or has no such devices or too few of them.
     """
     check_jax()
     from weft.engine.jax.engine import find_devices
@@ -120,14 +121,14 @@ def build_role_mesh(spec: ModelSpec) -> Any:
     layout = read_layout(spec)
     device = spec.device
     if layout is not None and device is not None:
-        device = device.partition(":")[0]  # the role's own devices, not the process's
+        device = device.partition(":")[0]  # the layout determines the devices, not the index
     return build_mesh(layout, find_devices(device), trained=spec.trained)
 
 
 def read_layout(spec: ModelSpec) -> str | None:
     """Return the mesh or layout of the options `layout` or `parallel.*`, or None for one device.
 
-    Raises `ConfigError` for texts that are neither, and if both options are set.
+    Raises `ConfigError` if the text is neither a mesh nor a layout, and if both options are set.
     """
     sizes = spec.parallel
     text = spec.layout
@@ -152,7 +153,7 @@ def check_jax() -> None:
             )
 
 
-# Options of a role that only other backends have, with what to do instead.
+# Options that only other backends support, and advice for the user.
 REFUSED = {
     "dtype=float16": "write bfloat16 or float32",
     "compile": "leave it out: every pass is compiled",
@@ -172,22 +173,25 @@ REFUSED = {
 
 
 def check_options(spec: ModelSpec) -> None:
-    """Raise `ConfigError` for an option of a role that the engine does not have."""
-    default = ModelSpec()
+    """Raise `ConfigError` for an option that the engine does not support."""
+    default_spec = ModelSpec()
     for option, advice in REFUSED.items():
-        name, _, value = option.partition("=")
-        own: Any = spec
-        usual: Any = default
+        # Read the option's value and its default.
+        name, _, refused_value = option.partition("=")
+        value: Any = spec
+        default: Any = default_spec
         for part in name.split("."):
-            own = getattr(own, part)
-            usual = getattr(usual, part)
-        if own == usual or (value and own != value) or (name == "recompute_every" and own == 1):
+            value = getattr(value, part)
+            default = getattr(default, part)
+        # Accept the default, other values if only one is refused, and recomputation of all layers.
+        is_accepted = value == default or (refused_value and value != refused_value)
+        if is_accepted or (name == "recompute_every" and value == 1):
             continue
-        text = str(own).lower() if isinstance(own, bool) else own
+        text = str(value).lower() if isinstance(value, bool) else value
         raise ConfigError(f"{name}={text}: backend=jax does not have it; {advice}")
 
 
-# Parts of networks, and of their training, that only backend=torch computes, with what to do instead.
+# Parts of networks and of training that only backend=torch computes, and advice for the user.
 REFUSED_PARTS = {
     "dropout": "write dropout=0 (and lora.dropout=0)",
     "load-balancing loss": "write router_aux_loss_coef=0, or use backend=torch",
@@ -199,16 +203,16 @@ REFUSED_PARTS = {
 def check_network(spec: ModelSpec, network: Transformer) -> None:
     """Raise `ConfigError` for a part of the network that the engine does not compute."""
     config: TransformerConfig = network.config
-    layers = () if config.experts is None else config.experts.layers
-    aux_loss = choose_aux_loss_weight(config, spec.router_aux_loss_coef)
-    has = {
+    expert_layers = () if config.experts is None else config.experts.layers
+    aux_loss_weight = choose_aux_loss_weight(config, spec.router_aux_loss_coef)
+    has_part = {
         "dropout": spec.trained and uses_dropout(network, spec),
-        "load-balancing loss": spec.trained and bool(aux_loss),
-        "experts in some layers only": not all(layers),
+        "load-balancing loss": spec.trained and bool(aux_loss_weight),
+        "experts in some layers only": not all(expert_layers),
         "trained prefixes": config.prefix_tokens > 0,
     }
     for part, advice in REFUSED_PARTS.items():
-        if has[part]:
+        if has_part[part]:
             raise ConfigError(f"{spec.path}: backend=jax does not have {part}; {advice}")
 
 
@@ -217,7 +221,8 @@ def planned(
 ) -> Mapping[str, Any]:
     """Return a description of the engine, computed from config.json without jax and weights.
 
-    Activations are not estimated: the sizes that this needs are those of torch's engine.
+    The description has no sizes for estimating activations, because the estimate is for the torch
+    engine. Raises `UserError` for options and models that the engine does not support.
     """
     path = common.check_spec(spec)
     check_options(spec)

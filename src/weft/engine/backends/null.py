@@ -26,10 +26,10 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 class NullEngine:
     """Engine of a role that runs no network in this process.
 
-    `forward` returns the result of `compute(batch, want, temperature)`. For example, `compute` can
-    send a request to a server. `forward` raises `ConfigError` if there is no `compute`, or if the
-    argument `top` requests the most likely ids. Methods that need weights always raise
-    `ConfigError`. `family` is the engine's name in reports.
+    `forward` returns the result of `compute(batch, want, temperature)`, which can for example send
+    a request to a server. `forward` raises `ConfigError` if `compute` is None, or if the argument
+    `top` requests the most likely ids. Methods that need weights always raise `ConfigError`.
+    `family` is the name of the engine in reports.
     """
 
     def __init__(
@@ -108,9 +108,10 @@ class NullEngine:
         return {"family": self._family, "num_parameters": 0, "num_trainable": 0}
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(action: str) -> NoReturn:
+    """Raise the `ConfigError` for an action that needs a network."""
     raise ConfigError(
-        f"a role without a network here (backend=null, or a url) cannot {what}; give the role a "
+        f"a role without a network here (backend=null, or a url) cannot {action}; give the role a "
         f"network with backend=torch"
     )
 

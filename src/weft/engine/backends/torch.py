@@ -42,8 +42,9 @@ def torch_backend(
 ) -> TorchEngine:
     """Build an engine that runs the model directory `spec.path` on one device.
 
-    With a `mesh`, only this rank's part of the weights is read. `tokenizer` is the role's; it is
-    loaded if it is not given. Raises `UserError` for a model that cannot be read or run.
+    With a `mesh`, only this rank's part of the weights is read. `tokenizer` is the role's
+    tokenizer, which is loaded if it is not given. Raises `UserError` for a model that cannot be
+    read or run.
     """
     # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
@@ -64,8 +65,9 @@ def torch_backend(
     network = whole if mesh is None else source.build_network(mesh)
     if spec.compile:
         compile_blocks(network, fp8=fp8)
-    for each in {whole, network}:
-        each.padding = common.find_skipped_padding(tokenizer, spec)
+    padding = common.find_skipped_padding(tokenizer, spec)
+    whole.padding = padding
+    network.padding = padding
     cost = compute_cost(network, frozen=spec.has_adapters).split_over_ranks(layout.context)
     # Allocate and fill the weights.
     part = None
@@ -77,10 +79,9 @@ def torch_backend(
         from weft.engine.torch import rank_shards  # FSDP2 takes a second to import
 
         part = rank_shards.build_rank_shard(source, network, whole, mesh, device)
-    experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
-    aux_loss = AuxLoss(
-        choose_aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts
-    )
+    num_expert_layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
+    aux_loss_weight = choose_aux_loss_weight(config, spec.router_aux_loss_coef)
+    aux_loss = AuxLoss(aux_loss_weight, layout.tensor, num_expert_layers)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         saved_tokenizer = common.choose_padding(tokenizer, spec, network.pooling)
@@ -120,17 +121,18 @@ def planned(
     common.check_compilable(spec, layout)
     common.check_fp8(spec)
     source = NetworkSource(spec, path, config)
-    at = mesh.get_coordinates(mesh.ranks[0])
-    network = source.build_network(RankCoordinates(layout, at))
+    coordinates = mesh.get_coordinates(mesh.ranks[0])
+    network = source.build_network(RankCoordinates(layout, coordinates))
     whole = network if layout.num_devices == 1 else source.build_network(None)
     network.repeats_prefixes = layout.context > 1
     shapes = network_source.read_shapes(whole)
-    places = compute_holdings(shapes, config, layout, at, tied=source.is_tied)
+    # Count the elements of each parameter that the rank holds.
+    slices = compute_holdings(shapes, config, layout, coordinates, tied=source.is_tied)
     held = {}
-    for name, where in places.items():
+    for name, where in slices.items():
         held[name] = math.prod(part.stop - part.start for part in where)
-    every = find_canonical_parameters(whole)
-    trained = {name for name, part in every.items() if part.requires_grad}
+    parameters = find_canonical_parameters(whole)
+    trained = {name for name, stored in parameters.items() if stored.requires_grad}
     return {
         "family": family.name,
         **_describe_network(network, config, spec, layout, device),
@@ -162,25 +164,27 @@ def _describe_network(
         "shards": layout.fsdp,
         "copies_attention": _is_attention_copied(network, spec, device),
     }
-    quiet = not uses_dropout(network, spec) and not choose_aux_loss_weight(
-        config, spec.router_aux_loss_coef
-    )
+    aux_loss_weight = choose_aux_loss_weight(config, spec.router_aux_loss_coef)
+    in_training = not uses_dropout(network, spec) and not aux_loss_weight
     return {
         "vocab_size": config.vocab_size,
         "num_layers": config.num_layers,
         "sizes": sizes,
-        "shared_prompts": {"longest": _find_longest_shared(network, device), "in_training": quiet},
+        "shared_prompts": {
+            "longest": _find_longest_shared(network, device),
+            "in_training": in_training,
+        },
     }
 
 
 def _is_attention_copied(network: Transformer, spec: ModelSpec, device: torch.device) -> bool:
-    """Return whether a layer keeps the output of attention with padding and also without it.
+    """Return whether a layer keeps the output of attention both with and without padding.
 
-    This concerns CPUs. Weft's kernels compute whole packs, without padding. What they do not
-    support is computed in padded rectangles (`weft.models.attention.rectangles`): torch's fused
-    attention keeps its padded output, and the output projection keeps a copy without padding,
-    unless all its adapters have dropout and keep a copy after dropout instead. With a soft cap or
-    dropout of attention weights, the padded output is not kept.
+    This happens only on CPUs, for attention that weft's kernels do not support, which is computed
+    in padded rectangles (`weft.models.attention.rectangles`). Torch's fused attention then keeps
+    its padded output, and the output projection keeps a copy without padding, unless all its
+    adapters have dropout and keep a copy after dropout instead. With a soft cap or dropout of
+    attention weights, torch's fused attention is not used, and the padded output is not kept.
     """
     config = network.config
     if device.type != "cpu" or config.attention_softcap is not None or config.attention_dropout:
@@ -213,9 +217,8 @@ def _find_longest_shared(network: Transformer, device: torch.device) -> int:
 
     A shared prefix is computed only once. Returns 0 if the network cannot share prefixes.
     """
-    longest = min(
-        (window for window in network.config.windows if window is not None), default=sys.maxsize
-    )
+    windows = (window for window in network.config.windows if window is not None)
+    longest = min(windows, default=sys.maxsize)
     return longest if network.can_share_prefixes(longest, device) else 0
 
 
@@ -233,17 +236,18 @@ def _count_adapter_elements(network: Transformer) -> int:
     (`_count_dropped_elements`).
     """
     experts = network.config.experts
-    num_elements = 0
-    num_elements += sum(
+    num_elements = sum(
         _count_read_elements(block) - _count_dropped_elements(block) for block in network.blocks
     )
     for adapter in lora.find_adapters(network).values():
         rank, inputs = adapter.lora_a.shape[-2:]
+        per_row = rank
+        if adapter.rate:
+            per_row += inputs + inputs // 4
+        rows_per_token = 1
         if experts is not None and adapter.lora_a.dim() > 2:
-            copies = experts.top_k
-        else:
-            copies = 1
-        num_elements += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
+            rows_per_token = experts.top_k
+        num_elements += rows_per_token * per_row
     return -(-num_elements // len(network.blocks))
 
 
@@ -257,8 +261,7 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the size of the inputs that adapters on an MLP's last matrix save, in elements per
-    token.
+    """Return the number of elements per token that adapters on an MLP's last matrix save as input.
 
     Adapters with dropout are not counted here, because they save the input after dropout instead.
     The result is 0 for a block without an MLP, such as a block with experts.
@@ -282,13 +285,12 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
         block.attention.qkv,
         block.mlp.gate_up if block.mlp.down.gated else block.mlp.up,
     ]
-    rates = []
+    num_elements = 0
     for layer in readers:
-        rates.append([adapter.rate for adapter in lora.list_adapters(layer)])
-    apart = (
-        len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True)
-    )
-    return sum(layer.weight.shape[1] for layer, alone in zip(readers, apart, strict=True) if alone)
+        rates = [adapter.rate for adapter in lora.list_adapters(layer)]
+        if len(rates) == len(layer.parts) and all(rates):
+            num_elements += layer.weight.shape[1]
+    return num_elements
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
@@ -298,24 +300,25 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
     included.
     """
     config = network.config
-    lm = network.kind == "lm"
-    experts = config.experts
+    is_lm = network.kind == "lm"
+    if config.experts is None:
+        inner = config.intermediate_size
+    else:
+        inner = config.experts.top_k * config.experts.intermediate_size
     rounded, rounded_bytes = quantized.count_bytes(network)
     return {
         "layers": len(network.blocks),
         "hidden": config.hidden_size,
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
-        "inner": config.intermediate_size
-        if experts is None
-        else experts.top_k * experts.intermediate_size,
-        "vocab": config.vocab_size if lm and network.is_last_stage else 1,
+        "inner": inner,
+        "vocab": config.vocab_size if is_lm and network.is_last_stage else 1,
         "embedding": network.embed.weight.numel() if network.is_first_stage else 0,
         "gated": config.gated,
-        "tied": config.tied and lm and network.is_first_stage and network.is_last_stage,
+        "tied": config.tied and is_lm and network.is_first_stage and network.is_last_stage,
         "adapters": _count_adapter_elements(network),
         "fused": all(_is_fused(block) for block in network.blocks),
-        "capped": lm and config.final_softcap is not None,
+        "capped": is_lm and config.final_softcap is not None,
         "rounded": rounded,
         "rounded_bytes": rounded_bytes,
     }
@@ -329,20 +332,22 @@ def compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     not counted.
     """
     config = network.config
-    last = cast(Block, network.blocks[-1])
-    lm = network.kind == "lm"
-    tied = config.tied and lm and network.is_last_stage
+    is_lm = network.kind == "lm"
+    tied = config.tied and is_lm and network.is_last_stage
     matrices = common.count_product_parameters(
         network, network.embed if tied else network, tied=tied
-    ) - _count_idle_parameters(network, config)
+    )
+    matrices -= _count_idle_parameters(network, config)
+    # Count the matrices that process only the rows of the outputs: the head, and the part of the
+    # last layer after attention. With mean pooling, the outputs need all tokens.
     late = 0
     if network.is_last_stage:
-        late += network.projection.weight.numel() if lm else network.score.weight.numel()
-    if network.is_last_stage and network.pooling == "last":  # else all tokens are read
-        mlp = sum(
-            p.numel() for p in last.mlp.parameters() if p.dim() >= 2
-        ) - _count_idle_parameters(last, config)
-        late += cast(int, cast(Any, last.attention.o.weight).numel()) + mlp
+        late += network.projection.weight.numel() if is_lm else network.score.weight.numel()
+    if network.is_last_stage and network.pooling == "last":
+        last = cast(Block, network.blocks[-1])
+        late += cast(int, cast(Any, last.attention.o.weight).numel())
+        late += sum(p.numel() for p in last.mlp.parameters() if p.dim() >= 2)
+        late -= _count_idle_parameters(last, config)
     attention = len(network.blocks) * config.num_heads * config.head_dim
     return TokenCost(matrices, attention, backward=1 if frozen else 2, late=late)
 
@@ -413,9 +418,9 @@ def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """
     if config.experts is None:
         return 0
-    idle = 0
+    num_idle = 0
     for stack in module.modules():
         if isinstance(stack, ExpertStack):
-            held = sum(p.numel() for p in stack.parameters())
-            idle += held - held * config.experts.top_k // len(stack.weight)
-    return idle
+            num_parameters = sum(p.numel() for p in stack.parameters())
+            num_idle += num_parameters - num_parameters * config.experts.top_k // len(stack.weight)
+    return num_idle

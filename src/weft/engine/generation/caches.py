@@ -283,7 +283,7 @@ class PageCaches:
         self.passes = DecoderPasses(network)
         self._page = page
         self.blocks = self._build_blocks(budget)
-        self._pool = PagePool(config, device, dtype, page=page, most=self.blocks.num_pages + 1)
+        self._pool = PagePool(config, device, dtype, page=page, max_pages=self.blocks.num_pages + 1)
         sizes = GRAPH_SIZES if _can_flash_read_pages(config, device, dtype) else COARSE_GRAPH_SIZES
         # Experts read their token counts on the host, which a graph cannot do.
         if device.type == "cuda" and config.experts is None:

@@ -1,9 +1,9 @@
-"""Attention of packed rows: by XLA everywhere, splash attention on a TPU, cuDNN on a GPU.
+"""Attention within packed rows: by XLA on any device, splash attention on a TPU, cuDNN on a GPU.
 
-A token attends to earlier tokens of its own sequence, as far as its layer's window reaches. XLA and
-splash attention read from `segments` which tokens are of one sequence. cuDNN reads nothing but the
-number of tokens in a row, so it serves rows of one sequence each: `weft.engine.jax.packing` makes
-such rows for it, and refuses others.
+A token attends to itself and to earlier tokens of its sequence, within the window of the layer. XLA
+and splash attention find the sequence of each token in `segments`. cuDNN is given only the number
+of tokens in each row, so each row must contain a single sequence: `weft.engine.jax.packing` builds
+such rows for cuDNN, and refuses other rows.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ from weft.engine.jax.decoder import DecoderSettings, Kernel, KeysValues, TokenRo
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
-SCORES = 1 << 27  # attention scores of a layer that XLA has in memory at once
-UNLIMITED = 1 << 30  # window of a layer whose attention has none
-MASKED = -1e30  # attention score of a key that a query cannot see; finite, so no row is all NaN
-LANES = 128  # splash attention divides rows into blocks of a multiple of this
+MAX_SCORES = 1 << 27  # most attention scores of a layer that XLA keeps in memory at a time
+UNLIMITED = 1 << 30  # window size of a layer without a window
+MASKED = -1e30  # score of a key that a query does not attend to; finite, so that no row is NaN
+LANES = 128  # the block sizes of splash attention are multiples of this
 BLOCK = 512  # tokens of the largest block
-CUDNN_HEAD_DIM = 128  # largest head of which cuDNN computes gradients on every GPU
+CUDNN_HEAD_DIM = 128  # largest head size for which cuDNN computes gradients on every GPU
 
 
 class LayerWindow(NamedTuple):
-    """Window of a layer: each of the stack's `sizes` (None: no limit), and the index of its `own`."""
+    """Window of a layer.
+
+    `sizes` are the distinct window sizes in the layer's stack, in tokens; None means no limit.
+    `size_index` is the index of the layer's window in `sizes`, a scalar int32.
+    """
 
     sizes: Sequence[int | None]
-    own: Array
+    size_index: Array
 
 
 def choose_kernel(option: str, platform: str, config: TransformerConfig, dtype: Any) -> Kernel:
-    """Return the implementation for a network on a platform of JAX (`cpu`, `gpu` or `tpu`).
+    """Return the implementation of attention for a network on a JAX platform (cpu, gpu or tpu).
 
-    `option` is `ROLE.attention`. With `auto` it is splash attention on a TPU if the dtype allows,
-    else XLA. Raises `ConfigError` for a kernel that cannot serve the network here.
+    `option` is the value of `ROLE.attention`. "auto" selects splash attention on a TPU if the dtype
+    allows it, else XLA. Raises `ConfigError` if the platform, the dtype or the network does not
+    support the selected kernel.
     """
-    # of this role, or of another one in this process
+    # Another role of this process may also have switched on float64.
     has_float64 = jnp.dtype(dtype).itemsize > 4 or bool(jax.config.read("jax_enable_x64"))
     if option == "auto":
         option = "splash" if platform == "tpu" and not has_float64 else "xla"
@@ -81,32 +86,32 @@ def attend_to_rows(
 ) -> Array:
     """Return the attention of each token over its sequence in the same row, [R, L, k, g, d].
 
-    `q` is [R, L, k, g, d], with g query heads for each of k heads of keys and values. What padding
-    attends to is undefined.
+    `q` is [R, L, k, g, d], with g query heads for each of the k key-value heads. The results for
+    padding are undefined.
     """
     kernel = decoder.attention
     if kernel == "xla" or (kernel == "splash" and q.shape[1] % LANES):
         return _attend_with_xla(q, k, v, window, scale, rows, decoder)
     attend = partial(_attend_with_splash if kernel == "splash" else _attend_with_cudnn, decoder)
     scaled = (q * scale.astype(q.dtype)).reshape(*q.shape[:2], -1, q.shape[-1])
-    # Windows are compiled into these kernels, so each has a branch.
+    # The window size is compiled into these kernels, so each size needs a separate branch.
     branches = [partial(attend, size) for size in window.sizes]
-    mixed = lax.switch(window.own, branches, scaled, k, v, rows.segments)
-    return mixed.reshape(q.shape)
+    output = lax.switch(window.size_index, branches, scaled, k, v, rows.segments)
+    return output.reshape(q.shape)
 
 
 def _attend_with_splash(
     decoder: DecoderSettings, window: int | None, q: Array, k: Array, v: Array, segments: Array
 ) -> Array:
-    """Return the attention [R, L, heads, d] by splash attention, which JAX interprets on a CPU.
+    """Return attention [R, L, heads, d] by splash attention, which JAX interprets on a CPU.
 
-    `q` is [R, L, heads, d] and scaled, `k` and `v` are [R, L, kv_heads, d].
+    `q` is [R, L, heads, d] and already scaled; `k` and `v` are [R, L, kv_heads, d].
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # takes a while
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # a slow import
 
     head_dim, length = q.shape[-1], q.shape[1]
-    lanes = (0, -head_dim % LANES)
-    q, k, v = (jnp.pad(each.swapaxes(1, 2), ((0, 0),) * 3 + (lanes,)) for each in (q, k, v))
+    head_padding = (0, -head_dim % LANES)
+    q, k, v = (jnp.pad(x.swapaxes(1, 2), ((0, 0),) * 3 + (head_padding,)) for x in (q, k, v))
 
     def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
         shape = (length, length)
@@ -124,18 +129,23 @@ def _attend_with_splash(
         return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
 
     if decoder.row_sharding is not None:
-        # The compiler cannot divide a kernel over devices.
-        mesh, (batch,) = decoder.row_sharding.mesh, decoder.row_sharding.spec
-        heads = "mp" if k.shape[1] % mesh.shape["mp"] == 0 else None
-        own = P(batch, heads)
+        # The compiler cannot divide a kernel over devices: divide the rows and heads explicitly.
+        mesh = decoder.row_sharding.mesh
+        (row_axes,) = decoder.row_sharding.spec
+        head_axis = "mp" if k.shape[1] % mesh.shape["mp"] == 0 else None
+        spec = P(row_axes, head_axis)
         attend = jax.shard_map(
-            attend, mesh=mesh, in_specs=(own, own, own, P(batch)), out_specs=own, check_vma=False
+            attend,
+            mesh=mesh,
+            in_specs=(spec, spec, spec, P(row_axes)),
+            out_specs=spec,
+            check_vma=False,
         )
     return attend(q, k, v, segments)[..., :head_dim].swapaxes(1, 2)
 
 
 def _choose_blocks(length: int) -> Any:
-    """Return the sizes of splash attention's blocks, which divide rows of `length` tokens."""
+    """Return the block sizes of splash attention, which are divisors of `length`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     size = max(size for size in (LANES, 2 * LANES, BLOCK) if length % size == 0)
@@ -149,9 +159,9 @@ def _choose_blocks(length: int) -> Any:
 def _attend_with_cudnn(
     decoder: DecoderSettings, window: int | None, q: Array, k: Array, v: Array, segments: Array
 ) -> Array:
-    """Return the attention [R, L, heads, d] of rows with one sequence each, by cuDNN on a GPU.
+    """Return attention [R, L, heads, d] of rows with one sequence each, by cuDNN on a GPU.
 
-    `q` is [R, L, heads, d] and scaled, `k` and `v` are [R, L, kv_heads, d].
+    `q` is [R, L, heads, d] and already scaled; `k` and `v` are [R, L, kv_heads, d].
     """
     lengths = jnp.maximum((segments > 0).sum(axis=1, dtype=jnp.int32), 1)
     return jax.nn.dot_product_attention(
@@ -176,37 +186,38 @@ def _attend_with_xla(
     rows: TokenRows,
     decoder: DecoderSettings,
 ) -> Array:
-    """Return what `attend_to_rows` does, from scores [R, k, g, L, L], or parts of them."""
-    limit = _read_limit(window)
-    # The order of the tokens in a row, since a label without a position repeats the one before.
-    places = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
+    """Compute attention as `attend_to_rows` does, from scores [R, k, g, queries, L] in chunks."""
+    window_size = _get_window_size(window)
+    # Compare indices in the row, because a label without a position repeats the position before it.
+    indices = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
 
     def attend_chunk(chunk: tuple[Array, Array, Array]) -> Array:
-        q, segments, own = chunk
+        """Return the attention of some of the queries of each row over all of its keys."""
+        q, segments, query_indices = chunk
         scores = jnp.einsum("rqkgd,rskd->rkgqs", q, k, preferred_element_type=decoder.wide)
-        scores = _limit_scores(scores * scale, decoder)
-        distance = own[:, :, None] - places[:, None, :]
-        seen = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
-        seen &= (distance < limit) & (segments[:, :, None] > 0)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        scores = _apply_softcap(scores * scale, decoder)
+        distance = query_indices[:, :, None] - indices[:, None, :]
+        visible = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
+        visible &= (distance < window_size) & (segments[:, :, None] > 0)
+        scores = jnp.where(visible[:, None, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgqs,rskd->rqkgd", weights, v)
 
-    # Scores are computed again in the backward pass: they take more memory than all the rest.
+    # Divide the queries into chunks. The scores of a chunk are computed again in the backward pass,
+    # because they need more memory than all other values.
     length = q.shape[1]
-    most = max(1, SCORES // (q.shape[0] * decoder.config.num_heads * length))
+    max_queries = max(1, MAX_SCORES // (q.shape[0] * decoder.config.num_heads * length))
     count = 1
-    while length // count > most and length % (2 * count) == 0:
+    while length // count > max_queries and length % (2 * count) == 0:
         count *= 2
     if count == 1:
-        return jax.checkpoint(attend_chunk)((q, rows.segments, places))
+        return jax.checkpoint(attend_chunk)((q, rows.segments, indices))
     chunks = []
-    for each in (q, rows.segments, places):
-        parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
+    for array in (q, rows.segments, indices):
+        parts = array.reshape(array.shape[0], count, length // count, *array.shape[2:])
         chunks.append(jnp.moveaxis(parts, 1, 0))
-    mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
-    mixed = jnp.moveaxis(mixed, 0, 1)
-    return mixed.reshape(q.shape)
+    outputs = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
+    return jnp.moveaxis(outputs, 0, 1).reshape(q.shape)
 
 
 def attend_to_past(
@@ -221,26 +232,30 @@ def attend_to_past(
 ) -> Array:
     """Return the attention of each row's token over its cached tokens and itself, [R, 1, k, g, d].
 
-    `past` has the cached keys and values [R, kv_heads, capacity, head_dim].
+    `past` has the cached keys and values, each [R, kv_heads, capacity, head_dim].
     """
-    token = q[:, 0]
-    old = jnp.einsum("rkgd,rksd->rkgs", token, past.keys, preferred_element_type=decoder.wide)
-    new = jnp.einsum("rkgd,rkd->rkg", token, k[:, 0], preferred_element_type=decoder.wide)
-    scores = _limit_scores(jnp.concatenate([old, new[..., None]], axis=-1) * scale, decoder)
-    places = jnp.arange(past.keys.shape[2])
-    seen = (places < rows.positions) & (rows.positions - places < _read_limit(window))
-    itself = jnp.ones((len(seen), 1), bool)
-    seen = jnp.concatenate([seen, itself], axis=1)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("rkgs,rksd->rkgd", weights[..., :-1], past.values)
-    return (mixed + weights[..., -1:] * v[:, 0, :, None])[:, None]
+    query = q[:, 0]
+    # Compute the scores of the cached keys, followed by that of the token's own key.
+    old = jnp.einsum("rkgd,rksd->rkgs", query, past.keys, preferred_element_type=decoder.wide)
+    new = jnp.einsum("rkgd,rkd->rkg", query, k[:, 0], preferred_element_type=decoder.wide)
+    scores = _apply_softcap(jnp.concatenate([old, new[..., None]], axis=-1) * scale, decoder)
+    # Mask unused cache entries and keys outside of the window.
+    positions = jnp.arange(past.keys.shape[2])
+    in_window = rows.positions - positions < _get_window_size(window)
+    visible = (positions < rows.positions) & in_window
+    own_key = jnp.ones((len(visible), 1), bool)
+    visible = jnp.concatenate([visible, own_key], axis=1)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1).astype(v.dtype)
+    output = jnp.einsum("rkgs,rksd->rkgd", weights[..., :-1], past.values)
+    return (output + weights[..., -1:] * v[:, 0, :, None])[:, None]
 
 
-def _read_limit(window: LayerWindow) -> Array:
+def _get_window_size(window: LayerWindow) -> Array:
+    """Return the layer's window size as a scalar int32, `UNLIMITED` without a window."""
     sizes = [UNLIMITED if size is None else size for size in window.sizes]
-    return jnp.asarray(sizes, jnp.int32)[window.own]
+    return jnp.asarray(sizes, jnp.int32)[window.size_index]
 
 
-def _limit_scores(scores: Array, decoder: DecoderSettings) -> Array:
-    limit = decoder.config.attention_softcap
-    return scores if limit is None else limit * jnp.tanh(scores / limit)
+def _apply_softcap(scores: Array, decoder: DecoderSettings) -> Array:
+    softcap = decoder.config.attention_softcap
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

@@ -1,4 +1,4 @@
-"""Settings of a decoder, and the arrays that its passes read and write."""
+"""Settings of a decoder, and types of the inputs and results of its passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from weft.models.network.config import TransformerConfig
 from weft.models.network.transformer import Head, Pooling
 
-Kernel = Literal["xla", "splash", "cudnn"]  # of attention (`weft.engine.jax.attention`)
+Kernel = Literal["xla", "splash", "cudnn"]  # attention kernels (`weft.engine.jax.attention`)
 
 
 class TokenRows(NamedTuple):
@@ -22,7 +22,8 @@ class TokenRows(NamedTuple):
     Attributes:
         tokens: Token ids, int32 [R, L].
         positions: Position of each token in its sequence, int32 [R, L].
-        segments: Number of each token's sequence, from 1, and 0 for padding, int32 [R, L].
+        segments: Number of each token's sequence in the pass, from 1, or 0 for padding, int32
+            [R, L].
         cos: Cosines of the rotation angles, [R, L, dim / 2], or None without rotation.
         sin: Sines of the rotation angles, [R, L, dim / 2], or None without rotation.
     """
@@ -38,14 +39,14 @@ class HeadInputs(NamedTuple):
     """Rows of hidden states that a head reads, as arrays of JAX or numpy.
 
     Attributes:
-        rows: Indices into the flattened tokens [R * L], int32 [N]. For scores that are averaged
-            over a sequence, the index of every token.
-        count: Number of rows that are used, the first ones; outputs at the others have no meaning.
+        rows: Indices into the flattened tokens [R * L], int32 [N]. For averaged scores, these are
+            the indices of all tokens.
+        count: Number of rows that are used, which come first; outputs at later rows are undefined.
         labels: Token whose log-prob is computed at each row, int32 [N]. For averaged scores, the
-            sequence of each token, or N.
+            index of each token's sequence, or N for unused rows.
         ids: Further ids whose log-probs are computed at each row, int32 [N, K], or None.
-        support: Ids that sampling kept at each row, as bits: that of id i is bit i % 8 of byte
-            i // 8. uint8 [N, V / 8], or None.
+        support: Ids that sampling kept at each row, as a bit mask uint8 [N, V / 8]: bit i % 8 of
+            byte i // 8 is set if id i was kept. None if no sampling limit is set.
     """
 
     rows: Any
@@ -57,18 +58,18 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderSettings:
-    """Architecture of a network, and how it is computed.
+    """Architecture of a network, and settings of its computation.
 
     Attributes:
         config: Sizes and variants of the network.
         head: Kind of head.
-        pooling: Hidden states that a score is computed from.
+        pooling: Hidden states from which a score is computed.
         dtype: dtype of the computation; log-probs, values and scores have at least float32.
         adapter_scale: Factor of low-rank adapters.
-        policy: Activations of a block that the backward pass finds in memory, one of
-            `weft.engine.spec.RECOMPUTE_POLICIES`, or None for all.
+        policy: Policy that selects which activations of a block are saved for the backward pass,
+            one of `weft.engine.spec.RECOMPUTE_POLICIES`; None saves all.
+        row_sharding: Sharding of hidden states [R, L, hidden] over devices; None for one device.
         attention: Implementation of attention within rows (`weft.engine.jax.attention`).
-        row_sharding: How hidden states [R, L, hidden] are divided over devices, or None.
     """
 
     config: TransformerConfig
@@ -80,16 +81,19 @@ class DecoderSettings:
     row_sharding: NamedSharding | None = None
     attention: Kernel = "xla"
 
-    def divide(self, x: Array) -> Array:
-        """Return hidden states divided over the devices; the compiler divides the rest."""
+    def shard_rows(self, x: Array) -> Array:
+        """Return hidden states [R, L, hidden] divided over the devices by `row_sharding`.
+
+        The compiler chooses the sharding of other values.
+        """
         if self.row_sharding is None:
             return x
         return lax.with_sharding_constraint(x, self.row_sharding)
 
     def gather_table(self, table: Array) -> Array:
-        """Return an embedding matrix [V, width] of which each device has all rows.
+        """Return an embedding matrix [V, width], gathered on every device.
 
-        Otherwise the compiler would gather all embeddings of a batch on every device.
+        Otherwise, the compiler would gather the embeddings of the whole batch on every device.
         """
         if self.row_sharding is None:
             return table
@@ -97,20 +101,23 @@ class DecoderSettings:
 
     @property
     def matmul_precision(self) -> str | None:
-        """Precision of matrix products; by default a GPU or TPU rounds float32 to fewer bits."""
+        """Precision of matrix products: the highest, or JAX's default (None) for bfloat16.
+
+        By default, GPUs and TPUs round float32 inputs to fewer bits.
+        """
         return None if self.dtype == jnp.bfloat16 else "highest"
 
     @property
     def wide(self) -> Any:
-        """dtype of log-probs, values, scores and norms' statistics."""
+        """dtype of log-probs, values, scores and the statistics of norms: float32 or wider."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
 
 class KeysValues(NamedTuple):
     """Keys and values of a stack of blocks.
 
-    Those of new tokens are [layers, R, L, kv_heads, head_dim]; those of a cache are [layers, slots,
-    kv_heads, capacity, head_dim].
+    For new tokens, the arrays are [layers, R, L, kv_heads, head_dim]. For a cache, they are
+    [layers, slots, kv_heads, capacity, head_dim].
     """
 
     keys: Array

@@ -1,9 +1,10 @@
-"""Engine for the network of one role on JAX devices, of this process or of several.
+"""Engine for the network of one role on JAX devices, which can belong to several processes.
 
-It computes what `weft.engine.torch` computes. The network is a torch module on the outside, whose
-forward and backward passes are compiled functions of JAX: so the training step, the losses and the
-conversion of outputs are those of the torch engine. Outputs are small, a few numbers per token.
-They are copied to the host, where the loss and its gradients by the outputs are computed.
+The engine computes the same results as `weft.engine.torch`. The network is wrapped in a torch
+module, whose forward and backward passes are functions compiled by JAX, so that the training step,
+the losses and the conversion of outputs are shared with the torch engine. The outputs, a few
+numbers per token, are copied to the host, where torch computes the loss and its gradients with
+respect to the outputs.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ T = TypeVar("T")
 
 
 def find_devices(name: str | None) -> list[Any]:
-    """Return the JAX devices of the kind of a torch device; None is the best kind there is.
+    """Return the JAX devices for a torch device name; None selects JAX's default kind.
 
-    If the name has an index, as `cuda:1` has, only this device is returned. Raises `ConfigError` if
-    JAX has no such device.
+    If the name has an index, such as `cuda:1`, only this device is returned. Raises `ConfigError`
+    if JAX has no such device.
     """
-    # Otherwise jax takes most of a GPU's memory at once, and roles of torch may share the GPU.
+    # By default, JAX allocates most of a GPU's memory at once, but torch roles may share the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     kind, _, index = (name or "").partition(":")
     platform = {"": None, "cuda": "gpu"}.get(kind, kind)
@@ -96,23 +97,23 @@ def find_devices(name: str | None) -> list[Any]:
 
 
 def allow_dtype(name: str) -> None:
-    """Let JAX compute in a dtype: float64 must be switched on, for the whole process."""
+    """Enable float64 in JAX if the dtype requires it; this affects the whole process."""
     if name == "float64":
         jax.config.update("jax_enable_x64", True)
 
 
 class JaxNetwork(nn.Module):
-    """Network whose passes are compiled functions of JAX, called like `Transformer`.
+    """Network whose passes are functions compiled by JAX; it is called like `Transformer`.
 
     Attributes:
         arrays: Values of the parameters by the name of their array (`ParameterStacks`).
-        anchor: Parameter without a meaning, by which torch sees that outputs have gradients.
-        add_gradients: Function that gets, for each backward pass, a function which adds its
-            gradients to sums, by array.
-        decoder: Architecture, and how it is computed.
-        config: The architecture alone.
-        vocab_size: Number of tokens that the network knows.
-        compiled: Functions for generation.
+        anchor: Unused parameter, because of which autograd computes gradients of the outputs.
+        add_gradients: Function that is called in each backward pass. Its argument is a function
+            that adds the pass's gradients to the summed gradients, which are a dict by array name.
+        decoder: Architecture, and settings of the computation.
+        config: Architecture, from `decoder`.
+        vocab_size: Number of tokens in the vocabulary.
+        compiled: Compiled functions for generation.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class JaxNetwork(nn.Module):
         self.vocab_size = decoder.config.vocab_size
         self._padding = padding
         self._longest = longest
-        # Shapes of passes: by their outputs, with or without limits of sampling, and by whether they
-        # have gradients.
+        # Block shapes by kind of pass: ((outputs, whether sampling limits are set), whether the
+        # pass has gradients).
         self._shapes: dict[tuple[tuple[frozenset[Output], bool], bool], BlockShapes] = {}
         self._trained = sorted(stacks.trained)
 
@@ -148,31 +149,34 @@ class JaxNetwork(nn.Module):
         def compute_with_vjp(
             trained: dict[str, Array], frozen: dict[str, Array], *inputs: Any, **static: Any
         ) -> Any:
-            return jax.vjp(lambda own: compute({**frozen, **own}, *inputs, **static), trained)
+            def compute_trained(trained: dict[str, Array]) -> Any:
+                return compute({**frozen, **trained}, *inputs, **static)
+
+            return jax.vjp(compute_trained, trained)
 
         def add_vjp(vjp: Any, gradients: Any, sums: dict[str, Array]) -> dict[str, Array]:
             return jax.tree.map(jnp.add, sums, vjp(gradients)[0])
 
         self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=("want",))
-        places = {name: arrays[name].sharding for name in self._trained}
-        self._add_vjp = jax.jit(add_vjp, donate_argnums=2, out_shardings=places)
+        shardings = {name: arrays[name].sharding for name in self._trained}
+        self._add_vjp = jax.jit(add_vjp, donate_argnums=2, out_shardings=shardings)
 
     @property
     def prefix_tokens(self) -> int:
-        """0: the engine has no trained prefixes."""
+        """0, because the engine does not support trained prefixes."""
         return 0
 
     @property
     def output_matrix(self) -> None:
-        """None: torch does not have the matrix."""
+        """None, because the matrix is not a torch tensor."""
         return None
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return the logits [R, V] of hidden states [R, hidden]; `wide` is for networks of torch."""
+        """Return the logits [R, V] of hidden states [R, hidden]; `wide` is ignored."""
         return self.compiled.compute_next_logits(to_numpy(hidden_rows))
 
     def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
-        """Return False: a prefix that sequences share is computed for each of them."""
+        """Return False, because each sequence is computed as a whole."""
         return False
 
     def forward(
@@ -186,13 +190,13 @@ class JaxNetwork(nn.Module):
         check_outputs(self.decoder.head, want)
         top = x.ids if isinstance(x.ids, TopIds) else None
         has_gradients = bool(self._trained) and torch.is_grad_enabled()
-        # An evaluation takes the passes of training, so that it compiles nothing.
+        # In an evaluation, use the passes compiled for training if there are any.
         kind = want, support is not None
         was_trained = (kind, True) in self._shapes and (kind, False) not in self._shapes
-        trains = has_gradients or was_trained
-        if (kind, trains) not in self._shapes:
-            self._shapes[kind, trains] = BlockShapes(self._longest, self.decoder)
-        shapes = self._shapes[kind, trains]
+        computes_vjp = has_gradients or was_trained
+        if (kind, computes_vjp) not in self._shapes:
+            self._shapes[kind, computes_vjp] = BlockShapes(self._longest, self.decoder)
+        shapes = self._shapes[kind, computes_vjp]
         blocks = []
         for block in pack_blocks(x, self.decoder, self._padding, shapes, support):
             rows = put_on_mesh(block.rows, self.decoder.row_sharding)
@@ -204,19 +208,19 @@ class JaxNetwork(nn.Module):
             return dict(zip(names, values, strict=True))
         parts = []
         for block in blocks:
-            if trains:
+            if computes_vjp:
                 outputs, _ = self.compute_with_vjp(block, temperature, want)
             else:
-                wide = np.asarray(temperature, self.decoder.wide)
-                given = (self.arrays, block.rows, block.reads, wide)
-                outputs = self._compute(*given, want=want, top=top)
+                divisor = np.asarray(temperature, self.decoder.wide)
+                inputs = (self.arrays, block.rows, block.reads, divisor)
+                outputs = self._compute(*inputs, want=want, top=top)
             parts.append(outputs)
         return _join_outputs(blocks, parts)
 
     def compute_with_vjp(
         self, block: RowBlock, temperature: float, want: frozenset[Output]
     ) -> tuple[dict[Output, Array], Any]:
-        """Return the outputs, and the function that maps their gradients to those of the arrays."""
+        """Return the outputs, and the function from their gradients to the arrays' gradients."""
         trained: dict[str, Array] = {}
         frozen: dict[str, Array] = {}
         for name, value in self.arrays.items():
@@ -232,7 +236,11 @@ class JaxNetwork(nn.Module):
         return outputs, vjp
 
     def run_backward(self, vjp: Any, gradients: dict[Output, Array]) -> None:
-        """Add the gradients of a pass, given those by its outputs."""
+        """Add the gradients of a pass to the sums.
+
+        `vjp` is the second result of `compute_with_vjp`, and `gradients` are the gradients with
+        respect to its outputs.
+        """
         assert self.add_gradients is not None, "a frozen role has no backward pass"
         self.add_gradients(lambda sums: self._add_vjp(vjp, gradients, sums))
 
@@ -240,22 +248,22 @@ class JaxNetwork(nn.Module):
 def _join_outputs(
     blocks: Sequence[RowBlock], parts: Sequence[Mapping[Output, Array]]
 ) -> dict[Output, Tensor]:
-    """Return the outputs of a micro-batch in host memory, given those of its blocks."""
+    """Return the outputs of a micro-batch in host memory; `parts` are the outputs of its blocks."""
     total = sum(len(block.outputs) for block in blocks)
     joined: dict[Output, Tensor] = {}
     for block, outputs in zip(blocks, parts, strict=True):
         for key, value in outputs.items():
-            own = to_torch(value)[: len(block.outputs)]
+            used = to_torch(value)[: len(block.outputs)]
             if key not in joined:
-                joined[key] = own.new_zeros(total, *own.shape[1:])
-            joined[key][block.outputs] = own
+                joined[key] = used.new_zeros(total, *used.shape[1:])
+            joined[key][block.outputs] = used
     return joined
 
 
 class _JaxPass(torch.autograd.Function):
     """Autograd function around a forward and a backward pass of JAX.
 
-    The gradients of the parameters are not returned, but given to the network's `add_gradients`.
+    The gradients of the parameters are not returned, but passed to the network's `add_gradients`.
     """
 
     @staticmethod
@@ -267,31 +275,33 @@ class _JaxPass(torch.autograd.Function):
         temperature: float,
         names: list[Output],
     ) -> tuple[Tensor, ...]:
-        passes = [network.compute_with_vjp(b, temperature, frozenset(names)) for b in blocks]
-        ctx.network, ctx.names = network, names
+        want = frozenset(names)
+        passes = [network.compute_with_vjp(block, temperature, want) for block in blocks]
+        ctx.network = network
+        ctx.names = names
         ctx.passes = []
         for block, (outputs, vjp) in zip(blocks, passes, strict=True):
-            forms = {name: (value.shape, value.dtype) for name, value in outputs.items()}
-            ctx.passes.append((block.outputs, forms, vjp))
+            layouts = {name: (value.shape, value.dtype) for name, value in outputs.items()}
+            ctx.passes.append((block.outputs, layouts, vjp))
         joined = _join_outputs(blocks, [outputs for outputs, _ in passes])
         return tuple(joined[name] for name in names)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        for outputs, forms, vjp in ctx.passes:
-            own: dict[Output, Any] = {}
-            for name, whole in zip(ctx.names, gradients, strict=True):
-                own[name] = np.zeros(*forms[name])
-                if whole is not None:
-                    own[name][: len(outputs)] = whole[outputs].numpy()
-            ctx.network.run_backward(vjp, own)
+        for indices, layouts, vjp in ctx.passes:
+            block_gradients: dict[Output, Any] = {}
+            for name, gradient in zip(ctx.names, gradients, strict=True):
+                block_gradients[name] = np.zeros(*layouts[name])
+                if gradient is not None:
+                    block_gradients[name][: len(indices)] = gradient[indices].numpy()
+            ctx.network.run_backward(vjp, block_gradients)
         return None, None, None, None, None
 
 
 class _JaxCollectives(LocalCollectives):
-    """Communication of a role whose processes all have the same batch, so nothing is exchanged.
+    """Collectives of a role whose processes all have the same batch, so nothing is exchanged.
 
-    The gradient norm is that of JAX's arrays.
+    The gradient norm is computed from JAX's gradients, which torch does not have.
     """
 
     def __init__(self, optimizer: JaxOptimizer | None) -> None:
@@ -305,8 +315,8 @@ class _JaxCollectives(LocalCollectives):
 class JaxEngine:
     """Implementation of `weft.engine.base.Engine` on a mesh of JAX devices.
 
-    `built` has a `JaxNetwork`, whose arrays are on the device. `stacks` has the places of the
-    parameters in the arrays, and `decayed` the names of the arrays with weight decay.
+    `built` contains a `JaxNetwork`, whose arrays are on the devices. `stacks` has the places of the
+    parameters in the arrays, and `decayed` has the names of the arrays with weight decay.
     """
 
     def __init__(
@@ -326,7 +336,7 @@ class JaxEngine:
         self._spec = spec
         self._built = built
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
-        self._is_written = False  # frozen weights have changed since they were read
+        self._is_written = False  # True if frozen weights have changed since they were read
         devices = next(iter(network.arrays.values())).sharding.device_set
         self._rate = BestMatmulRate(lambda: _measure_matmul_rate(spec, devices))
         self._optimizer: JaxOptimizer | None = None
@@ -349,7 +359,7 @@ class JaxEngine:
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """Return the outputs named in `want` for each id; `TorchEngine.forward` describes them."""
+        """Return the outputs named in `want` for each id, as `TorchEngine.forward` does."""
         return score(
             self._network,
             self._collectives,
@@ -433,6 +443,7 @@ class JaxEngine:
         return frozenset(name for name, place in places if place.array in self._stacks.trained)
 
     def slices(self) -> Mapping[str, Slice]:
+        """Return the slice of each parameter that this engine stores: the whole parameter."""
         slices = {}
         for name, place in self._stacks.places.items():
             shape = self._network.arrays[place.array].shape
@@ -453,11 +464,11 @@ class JaxEngine:
         `parts` contains (name, slice, values) of each parameter, and `version` is the version of
         the new weights. Raises `ConfigError` for unknown names.
         """
-        given = list(parts)
-        for name, _, _ in given:
+        parts = list(parts)
+        for name, _, _ in parts:
             if name not in self._stacks.places:
                 raise ConfigError(f"this network has no parameter {name!r}")
-        self._network.arrays.update(self._stacks.replace(self._network.arrays, given, eta))
+        self._network.arrays.update(self._stacks.replace(self._network.arrays, parts, eta))
         self._is_written = True
         self.version = version
 
@@ -470,11 +481,11 @@ class JaxEngine:
     # -- on disk
 
     def save_state(self, directory: Path) -> None:
-        """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
+        """Write the state needed to resume training, in the format of `TorchEngine.save_state`.
 
-        If all hosts see the directory of the first one, each writes the shards of its own devices
-        there. Otherwise the first one writes one tensor after the other, and the others take part
-        in gathering each.
+        If all hosts share the directory, each host writes the shards of its own devices. Otherwise,
+        the first host writes one tensor after the other, and the other hosts take part in gathering
+        each tensor.
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
@@ -494,7 +505,7 @@ class JaxEngine:
             checkpoint.write_values(directory / STATE, values)
 
     def load_state(self, directory: Path) -> None:
-        """Load the state that either engine wrote.
+        """Load a state that this engine or `TorchEngine` wrote.
 
         Raises `CheckpointError` if the state is damaged or belongs to another kind of role.
         """
@@ -522,25 +533,25 @@ class JaxEngine:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
         The first process writes one tensor after the other, and the others take part in gathering
-        each.
+        each tensor.
         """
         with read_on_first_host(HostTensors(self._select(self._stacks.places))) as tensors:
             if tensors is not None:
                 self._built.save(directory, tensors, tokenizer)
 
     def _select(self, names: Iterable[str]) -> dict[str, StoredArray]:
-        """Return where the values of parameters are, in the order that all hosts have."""
+        """Return the stored values of parameters, sorted by name, so that all hosts agree."""
         arrays = self._network.arrays
         return {name: self._stacks.select(arrays, name) for name in sorted(names)}
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Facts about the network, as `TorchEngine.description`."""
+        """Facts about the network, under the same keys as in `TorchEngine.description`."""
         arrays = self._network.arrays
         total = sum(math.prod(value.shape) for value in arrays.values())
         trained = sum(math.prod(arrays[name].shape) for name in self._stacks.trained)
         devices: Collection[Any] = next(iter(arrays.values())).sharding.device_set
-        first = min(devices, key=lambda each: each.id)
+        first = min(devices, key=lambda device: device.id)
         return {
             **self._built.facts,
             "num_parameters": total,
@@ -555,12 +566,13 @@ class JaxEngine:
 
 
 def _measure_matmul_rate(spec: ModelSpec, devices: Collection[Any]) -> float:
-    """Return the operations per second of large matrix products in the role's dtype.
+    """Return the rate of large matrix products on all devices, in operations per second.
 
-    One device is measured, and counts for all of them.
+    The products are in the role's dtype. Only one device is measured, and its rate is multiplied by
+    the number of devices.
     """
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    first = min(own, key=lambda each: each.id)
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    first = min(local, key=lambda device: device.id)
     size = 1024 if first.platform == "cpu" else 8192
     values = np.random.default_rng(0).standard_normal((size, size))
     x = jax.device_put(values.astype(DTYPES[spec.dtype or "float32"]), first)

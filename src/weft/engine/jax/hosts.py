@@ -1,10 +1,10 @@
-"""Start of JAX on several hosts, each with a process that sees the devices of all, and what the
-hosts tell each other.
+"""Start of JAX on several hosts, with one process per host, and communication between the hosts.
 
-Environment variables say who takes part, as `weft launch tpu start` sets them:
+Each process can use the devices of all hosts. The processes are defined by environment variables,
+which `weft launch tpu start` sets:
 
-    WEFT_JAX_COORDINATOR   host:port of the first process, or auto where the system tells JAX
-                           (TPU pods, Slurm, Kubernetes)
+    WEFT_JAX_COORDINATOR   host:port of the first process, or auto if JAX can find the processes
+                           itself (TPU pods, Slurm, Kubernetes)
     WEFT_JAX_PROCESSES     number of processes; not with auto
     WEFT_JAX_PROCESS       this process, from 0; not with auto
 """
@@ -30,26 +30,26 @@ from weft.errors import ConfigError, RunError
 
 PROCESSES = "WEFT_JAX_PROCESSES"
 PROCESS = "WEFT_JAX_PROCESS"
-TEXT_BYTES = 8192  # of a text that the first host shares, such as a path
-STORE_SECONDS = 300  # for hosts to find the first one
+TEXT_BYTES = 8192  # size of the buffer in which the first host shares a text, such as a path
+STORE_SECONDS = 300  # time limit for connecting to the store on the first host
 
 
 @dataclass(frozen=True)
 class JaxHosts:
-    """Hosts of a run: this one, all of them, their devices, and a store of the first one."""
+    """Hosts of a run."""
 
-    index: int
-    count: int
-    num_devices: int
-    store: Any
-    secret: bytes
+    index: int  # index of this host
+    count: int  # number of hosts
+    num_devices: int  # number of devices of all hosts
+    store: Any  # `torch.distributed.TCPStore` on the first host
+    secret: bytes  # random key, known to all hosts of the run
 
 
 def connect_hosts(environ: Mapping[str, str]) -> JaxHosts | None:
-    """Start JAX on all hosts, and return where they meet, or None if this is the only one.
+    """Start JAX on all hosts and connect them; return None if this is the only host.
 
-    Waits for the other hosts. Must be called before any device of JAX is used. Raises `ConfigError`
-    for variables that do not fit, and if the other hosts cannot be reached.
+    Waits for the other hosts. Must be called before any JAX device is used. Raises `ConfigError`
+    for invalid environment variables, and if the other hosts cannot be reached.
     """
     coordinator = environ[COORDINATOR]
     options: dict[str, Any] = {}
@@ -77,33 +77,34 @@ def connect_hosts(environ: Mapping[str, str]) -> JaxHosts | None:
 
 
 def find_shared_folder(folder: Path) -> Path | None:
-    """Return the first host's `folder` if all hosts see it, as on a network file system.
+    """Return the first host's `folder` if it is on a file system that all hosts share.
 
-    Returns None if they do not, or if there is only one host. To be called by all hosts.
+    Otherwise, and with a single host, returns None. All hosts must call this.
     """
     if jax.process_count() == 1:
         return None
     is_first = jax.process_index() == 0
     token = secrets.token_hex(8)
-    shared, token = json.loads(_share_text(json.dumps([str(folder.resolve()), token])))
-    mark = Path(shared) / f".{token}"
+    # Let the first host create a file, and check whether the others can see it.
+    first_folder, token = json.loads(_share_text(json.dumps([str(folder.resolve()), token])))
+    mark = Path(first_folder) / f".{token}"
     try:
         if is_first:
             mark.touch()
         multihost_utils.sync_global_devices(token)
-        visible = multihost_utils.process_allgather(np.bool_(mark.exists()))
+        is_visible = multihost_utils.process_allgather(np.bool_(mark.exists()))
     finally:
         if is_first:
             mark.unlink(missing_ok=True)
-    return Path(shared) if visible.all() else None
+    return Path(first_folder) if is_visible.all() else None
 
 
 @contextmanager
 def wait_for_all_hosts(failure: str) -> Iterator[None]:
-    """Wait at the end of the body until all hosts are there.
+    """Wait at the end of the `with` block until all hosts have reached it.
 
-    An error of the body is raised after that; the other hosts raise `RunError` with the message
-    `failure`. To be called by all hosts.
+    If the block fails on a host, this host then raises its error, and the other hosts raise
+    `RunError` with the message `failure`. All hosts must call this.
     """
     error: Exception | None = None
     try:
@@ -118,12 +119,12 @@ def wait_for_all_hosts(failure: str) -> Iterator[None]:
 
 
 def _share_text(text: str) -> str:
-    """Return the first host's text on all hosts; it must be shorter than `TEXT_BYTES`."""
+    """Return the first host's text on all hosts; it must not exceed `TEXT_BYTES` bytes."""
     values = np.zeros(TEXT_BYTES, np.uint8)
     encoded = text.encode()
     values[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     shared = np.asarray(multihost_utils.broadcast_one_to_all(values))
-    # early versions of JAX sum into wider integers
+    # Early versions of JAX return wider integers.
     return bytes(shared.astype(np.uint8)).rstrip(b"\0").decode()
 
 
@@ -135,20 +136,20 @@ def _read_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _open_store(coordinator: str) -> JaxHosts:
-    """Open a store on the first host, and tell the others by a collective where it is."""
+    """Open a store on the first host, and broadcast its address to the other hosts."""
     from torch.distributed import TCPStore
 
-    index, count = jax.process_index(), jax.process_count()
-    limit = timedelta(seconds=STORE_SECONDS)
+    index = jax.process_index()
+    timeout = timedelta(seconds=STORE_SECONDS)
     text = ""
     store = None
     if index == 0:
         host = coordinator.rpartition(":")[0]
         if coordinator == "auto":
             host = socket.gethostbyname(socket.gethostname())
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         text = json.dumps([host, store.port, secrets.token_hex(32)])
     host, port, secret = json.loads(_share_text(text))
     if store is None:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    return JaxHosts(index, count, jax.device_count(), store, bytes.fromhex(secret))
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return JaxHosts(index, jax.process_count(), jax.device_count(), store, bytes.fromhex(secret))

@@ -1,4 +1,4 @@
-"""Meshes of JAX devices, and how arrays are divided over them."""
+"""Meshes of JAX devices, and the sharding of arrays over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from weft.engine.jax.mesh_sizes import AXES, parse_mesh
 
 BATCH = ("dp", "fsdp")  # axes over which rows are divided
-# Pattern of an array's name -> axes of its last dimensions. The first match counts.
+# Pattern of an array's name -> mesh axes that divide its last dimensions. The first match is used.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"\.lora_[ab]$", ()),
     (r"(^|\.)(embed|head)\.weight$", ("mp", "fsdp")),
@@ -29,7 +29,10 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def build_mesh(text: str | None, devices: Sequence[Any], *, trained: bool) -> Mesh:
-    """Return the mesh of the first of these devices that the text describes."""
+    """Return the mesh that the text describes, built from the first of the devices.
+
+    Raises `ConfigError` for an invalid text (see `parse_mesh`).
+    """
     sizes = parse_mesh(text, len(devices), trained=trained)
     chosen = list(devices)[: math.prod(sizes)]
     if (text or "").startswith("!"):
@@ -38,15 +41,15 @@ def build_mesh(text: str | None, devices: Sequence[Any], *, trained: bool) -> Me
 
 
 def choose_sharding(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
-    """Return how an array is divided over the mesh, by its name and shape.
+    """Return the sharding of an array over the mesh, chosen by the array's name and shape.
 
-    A dimension that an axis does not divide stays whole.
+    A dimension is not divided if its size is not a multiple of the size of the axis.
     """
     axes = next(axes for pattern, axes in RULES if re.search(pattern, name))
     spec: list[str | None] = [None] * len(shape)
-    for place, axis in enumerate(axes, len(shape) - len(axes)):
-        if axis is not None and shape[place] % mesh.shape[axis] == 0:
-            spec[place] = axis
+    for dim, axis in enumerate(axes, len(shape) - len(axes)):
+        if axis is not None and shape[dim] % mesh.shape[axis] == 0:
+            spec[dim] = axis
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -61,18 +64,21 @@ def count_row_parts(sharding: NamedSharding) -> int:
 
 
 def put_on_mesh(values: Any, sharding: Sharding | None) -> Any:
-    """Return an array, or a pytree of arrays, on the devices of a mesh; None leaves it on the host.
+    """Put an array, or a pytree of arrays, on the devices of a mesh; None leaves it on the host.
 
-    If the devices belong to several processes, each process gives all values and keeps its part.
+    If the devices belong to several processes, each process must pass all values, and stores only
+    its part.
     """
     if sharding is None:
         return values
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
 
-    def place_parts(each: Any) -> Any:
-        whole = np.asarray(each)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda where: whole[where])
+    def place_parts(array: Any) -> Any:
+        host_array = np.asarray(array)
+        return jax.make_array_from_callback(
+            host_array.shape, sharding, lambda index: host_array[index]
+        )
 
     return jax.tree.map(place_parts, values)
 
@@ -80,7 +86,7 @@ def put_on_mesh(values: Any, sharding: Sharding | None) -> Any:
 def fetch(array: Any) -> np.ndarray[Any, Any]:
     """Return the values of an array of JAX or numpy in host memory.
 
-    If its parts are in several processes, all of them must call this function.
+    If the array is divided over several processes, all of them must call this function.
     """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         if not array.is_fully_replicated:
@@ -92,5 +98,5 @@ def fetch(array: Any) -> np.ndarray[Any, Any]:
 
 @cache
 def _build_gather(mesh: Mesh) -> Any:
-    """Return a function that gives all processes all of an array, compiled once for each shape."""
+    """Return a compiled function that gathers an array on all devices of the mesh."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,10 +1,13 @@
-"""Sizes of a mesh of devices, read from the option `layout`, without jax.
+"""Sizes of a mesh of devices, parsed from the option `layout` without importing jax.
 
-A mesh has three axes: `dp` (copies of the model), `fsdp` (parts of parameters, optimizer states and
-batches) and `mp` (parts of each matrix product). It is written `1,-1,8`, in which -1 stands for the
-devices that are left, or with names, `dp:1,fsdp:-1,mp:8`, as in EasyLM; or as weft's layout
-`d8f8t1`, which is `1,8,1`. After a leading `!`, devices are taken in the order of their numbers
-instead of one that suits the network between them.
+A mesh has three axes: `dp` (copies of the model), `fsdp` (shards of parameters, optimizer states
+and batches) and `mp` (shards of each matrix product). The option can be
+
+- three sizes, such as `1,-1,8`, as in EasyLM. A size of -1 is computed from the number of devices.
+- named sizes, such as `dp:1,fsdp:-1,mp:8`, as in EasyLM.
+- a layout of weft, such as `d8f8t1`, which is the mesh `1,8,1`.
+
+A leading `!` orders the devices by number, instead of by the network that connects them.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ AXES = ("dp", "fsdp", "mp")
 def parse_mesh(text: str | None, count: int, *, trained: bool = True) -> tuple[int, ...]:
     """Return the sizes of `AXES` for `count` devices.
 
-    A mesh has all devices, a layout may have fewer. `trained` says whether the `d` of a layout
-    divides parameters too. Raises `ConfigError` if the text is neither or needs other devices.
+    A mesh must use all devices; a layout may use fewer. `trained` is True for a trained role, whose
+    layout by default also divides the parameters over the `d` ranks. Raises `ConfigError` if the
+    text is neither a mesh nor a layout, or does not match the number of devices.
     """
     if text is None:
         return (1, 1, 1)
@@ -35,10 +39,10 @@ def parse_mesh(text: str | None, count: int, *, trained: bool = True) -> tuple[i
         sizes[sizes.index(-1)] = count // fixed
     total = math.prod(sizes)
     if total > count or -1 in sizes or (total < count and is_mesh(text)):
-        model = math.gcd(max(1, sizes[2]), count)
+        mp = math.gcd(max(1, sizes[2]), count)
         raise ConfigError(
             f"layout={text}: its sizes must multiply to the {count} devices that jax has here; "
-            f"write 1,{count // model},{model}"
+            f"write 1,{count // mp},{mp}"
         )
     return tuple(sizes)
 
@@ -49,18 +53,20 @@ def is_mesh(text: str) -> bool:
 
 
 def read_sizes(text: str, *, trained: bool = True) -> Sequence[int]:
-    """Return the sizes in the text, which can be -1. Raises `ConfigError` if it has none."""
-    plain = text.removeprefix("!")
-    parts = plain.split(",")
-    named = re.fullmatch(r"(dp|fsdp|mp):-?\d+(,(dp|fsdp|mp):-?\d+)*", plain)
-    if named:
+    """Return the sizes of `AXES` that the text specifies; a size can be -1.
+
+    Raises `ConfigError` if the text is neither a mesh nor a layout that the backend supports.
+    """
+    sizes_text = text.removeprefix("!")
+    parts = sizes_text.split(",")
+    if re.fullmatch(r"(dp|fsdp|mp):-?\d+(,(dp|fsdp|mp):-?\d+)*", sizes_text):
         values = dict(part.split(":") for part in parts)
-        if len(values) == len(parts):
+        if len(values) == len(parts):  # no axis is named twice
             return [int(values.get(axis, 1)) for axis in AXES]
-    elif re.fullmatch(r"-?\d+,-?\d+,-?\d+", plain):
+    elif re.fullmatch(r"-?\d+,-?\d+,-?\d+", sizes_text):
         return [int(part) for part in parts]
     elif not is_mesh(text):
-        layout = Layout.parse(plain, trained=trained)
+        layout = Layout.parse(sizes_text, trained=trained)
         if layout.num_devices != layout.data * layout.tensor:
             raise ConfigError(
                 f"layout={text}: backend=jax divides batches, parameters and products (d, f, t); "

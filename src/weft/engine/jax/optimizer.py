@@ -1,7 +1,7 @@
 """Optimizer of one role's trained arrays: optax's update rules, with weft's schedule and clipping.
 
-The files of its state are those of `weft.engine.torch.optimizer`, so a run can continue with either
-engine.
+The state is saved in the same files as by `weft.engine.torch.optimizer`, so a run can continue with
+either engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
 from weft.engine.torch.update_rules import LEAST_SIZE, SQUARE_EPS
 from weft.errors import CheckpointError
 
-# Arrays of each rule's state: field of optax's state -> name of the slot in files.
+# Arrays of each update rule's state: field of optax's state -> name of the slot in files.
 SLOTS = {
     "adamw": {"mu": "exp_avg", "nu": "exp_avg_sq"},
     "lion": {"mu": "exp_avg"},
@@ -36,17 +36,19 @@ SLOTS = {
 
 
 class PalmState(NamedTuple):
-    """State of PaLM's rule: number of steps, momentum of the steps, mean squared gradients."""
+    """State of PaLM's update rule."""
 
-    count: Array  # type: ignore[assignment]
-    mu: dict[str, Array]
-    nu: dict[str, Array]
+    count: Array  # type: ignore[assignment]  # number of steps
+    mu: dict[str, Array]  # moving averages of the steps
+    nu: dict[str, Array]  # moving averages of the squared gradients
 
 
 def scale_by_palm(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
-    """Return PaLM's rule, `weft.engine.torch.update_rules.PalmOptimizer`, with the learning rate `rate`.
+    """Return PaLM's update rule, as implemented by `weft.engine.torch.update_rules.PalmOptimizer`.
 
-    optax has its parts, but these measure the size of a stack of matrices, not of each matrix.
+    `update` needs the learning rate as the argument `rate`. The rule cannot be combined from parts
+    of optax, because these would compute the size of a whole stack of matrices instead of the size
+    of each matrix.
     """
 
     def create_state(trained: dict[str, Array]) -> PalmState:
@@ -57,10 +59,12 @@ def scale_by_palm(beta1: float, beta2: float) -> optax.GradientTransformationExt
         gradients: dict[str, Array], state: PalmState, trained: Any, *, rate: Array, **_: Any
     ) -> tuple[dict[str, Array], PalmState]:
         count = optax.safe_increment(state.count)
-        mu, nu = {}, {}
+        mu: dict[str, Array] = {}
+        nu: dict[str, Array] = {}
         for name, g in gradients.items():
-            share = count.astype(g.dtype) ** -beta2
-            nu[name] = (1.0 - share) * state.nu[name] + share * (jnp.square(g) + SQUARE_EPS)
+            weight = count.astype(g.dtype) ** -beta2
+            nu[name] = (1.0 - weight) * state.nu[name] + weight * (jnp.square(g) + SQUARE_EPS)
+            # Scale the step by the root mean square of each parameter, not of the stack.
             value = trained[name]
             axes = tuple(range(name.startswith("blocks."), value.ndim))
             size = jnp.sqrt(jnp.square(value).mean(axes, keepdims=True))
@@ -74,7 +78,7 @@ def scale_by_palm(beta1: float, beta2: float) -> optax.GradientTransformationExt
 def build_rule(spec: OptimizerSpec) -> optax.GradientTransformation:
     """Return the update rule, without weight decay and clipping.
 
-    The steps of `palm` have the learning rate as a factor, those of the other rules do not.
+    Only the steps of `palm` are already multiplied by the learning rate.
     """
     if spec.type == "palm":
         return scale_by_palm(spec.beta1, spec.beta2)
@@ -103,9 +107,10 @@ class JaxOptimizer:
         self.spec = spec
         self.schedule = schedule
         self.steps = 0
-        self.attempts = 0  # number of minibatches, skipped ones included
+        self.attempts = 0  # number of minibatches, including skipped ones
         self.loss_scale = 1.0
-        self.gradients: dict[str, Array] | None = None  # sums over the micro-batches so far
+        # Gradients summed over the micro-batches so far, or None before the first one.
+        self.gradients: dict[str, Array] | None = None
         self._stacks = stacks
         self._arrays = arrays
         self._rule = optax.with_extra_args_support(build_rule(spec))
@@ -121,35 +126,43 @@ class JaxOptimizer:
         ) -> tuple[dict[str, Array], Any]:
             clipped = {name: g / divisor.astype(g.dtype) for name, g in gradients.items()}
             steps, state = self._rule.update(clipped, state, trained, rate=rate)
-            new = {}
+            new: dict[str, Array] = {}
             for name, value in trained.items():
-                own = rate.astype(value.dtype)
-                factor, square = (own, own) if spec.type != "palm" else (1.0, own * own)
-                left = value * (1.0 - square * decay) if decay and name in decayed else value
-                new[name] = left - factor * steps[name]
+                array_rate = rate.astype(value.dtype)
+                step_factor: Any = array_rate
+                decay_rate = array_rate
+                if spec.type == "palm":  # its steps include the rate, and it decays by the square
+                    step_factor = 1.0
+                    decay_rate = array_rate * array_rate
+                if decay and name in decayed:
+                    value = value * (1.0 - decay_rate * decay)
+                new[name] = value - step_factor * steps[name]
             return new, state
 
-        # The results lie where the arguments lay, so the next pass is not compiled again.
-        places = jax.tree.map(lambda value: value.sharding, (self.trained, self._state))
+        # Keep the sharding of the arguments, so that the next pass is not compiled again.
+        shardings = jax.tree.map(lambda value: value.sharding, (self.trained, self._state))
         self._build_zeros = jax.jit(
-            lambda trained: jax.tree.map(jnp.zeros_like, trained), out_shardings=places[0]
+            lambda trained: jax.tree.map(jnp.zeros_like, trained), out_shardings=shardings[0]
         )
-        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=places)
+        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=shardings)
         self._norm = jax.jit(
             lambda gradients: jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
         )
 
     def _build_state(self) -> Any:
-        """Return the state before the first step, divided over devices like the arrays."""
+        """Return the state before the first step, with the same sharding as the arrays."""
         trained = self.trained
         state = jax.eval_shape(self._rule.init, trained)
         shardings = {name: value.sharding for name, value in trained.items()}
         mesh = cast(NamedSharding, next(iter(shardings.values()))).mesh
-        places = {}
-        for slot in state._fields:
-            own = getattr(state, slot)
-            places[slot] = shardings if isinstance(own, dict) else NamedSharding(mesh, P())
-        return jax.jit(self._rule.init, out_shardings=state._replace(**places))(trained)
+        state_shardings: dict[str, Any] = {}
+        for field in state._fields:
+            if isinstance(getattr(state, field), dict):
+                state_shardings[field] = shardings
+            else:
+                state_shardings[field] = NamedSharding(mesh, P())
+        out_shardings = state._replace(**state_shardings)
+        return jax.jit(self._rule.init, out_shardings=out_shardings)(trained)
 
     @property
     def trained(self) -> dict[str, Array]:
@@ -163,11 +176,11 @@ class JaxOptimizer:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """No parameters of torch: their gradients are summed by `add_gradients`."""
+        """Empty list, because there are no torch parameters; see `add_gradients`."""
         return []
 
     def add_gradients(self, add: Callable[[dict[str, Array]], dict[str, Array]]) -> None:
-        """Replace the sums of gradients, by array, by what `add` returns for them."""
+        """Replace the summed gradients, by array name, with `add(summed gradients)`."""
         if self.gradients is None:
             self.gradients = self._build_zeros(self.trained)
         self.gradients = add(self.gradients)
@@ -176,13 +189,13 @@ class JaxOptimizer:
         return {}
 
     def compute_norm(self) -> Tensor:
-        """Return the L2 norm of the gradient, as a scalar tensor."""
+        """Return the L2 norm of the gradient, as a scalar tensor; 0 without gradients."""
         if self.gradients is None:
             return torch.zeros(())
         return torch.tensor(float(self._norm(self.gradients)), dtype=torch.float64)
 
     def step(self, norm: Tensor) -> None:
-        """Clip the gradient, whose norm is `norm`, and update the arrays."""
+        """Clip the gradient, which has the norm `norm`, and update the arrays."""
         if self.gradients is None:  # the loss does not depend on the network's outputs
             self.steps += 1
             return
@@ -213,7 +226,10 @@ class JaxOptimizer:
         stored: dict[str, StoredArray] = {}
         has_state = self.spec.type != "sgd" or self.spec.beta1 > 0.0
         if self.steps and has_state:
-            names = [n for n, p in self._stacks.places.items() if p.array in self._stacks.trained]
+            trained_arrays = self._stacks.trained
+            names = [
+                name for name, place in self._stacks.places.items() if place.array in trained_arrays
+            ]
             for field, slot in SLOTS[self.spec.type].items():
                 for name in sorted(names):
                     array = self._stacks.select(getattr(self._state, field), name)
@@ -236,14 +252,14 @@ class JaxOptimizer:
     def load(
         self, keys: Iterable[str], read: Callable[[str], Tensor], values: Mapping[str, float]
     ) -> None:
-        """Load the state of either engine: its tensors, and the result of `collect_values`.
+        """Load a state that either engine saved: its tensors and the result of `collect_values`.
 
         `keys` are the names of the tensors, and `read` returns one of them. Raises
         `CheckpointError` for an unknown parameter, and for a state of another update rule.
         """
         slots = SLOTS[self.spec.type]
-        known = {*slots.values(), "step"}
-        by_slot: dict[str, list[str]] = {slot: [] for slot in known}
+        known_slots = {*slots.values(), "step"}
+        by_slot: dict[str, list[str]] = {slot: [] for slot in known_slots}
         for key in keys:
             name, slot = key.rsplit("/", 1)
             place = self._stacks.places.get(name)
@@ -251,7 +267,7 @@ class JaxOptimizer:
                 raise CheckpointError(
                     f"the optimizer state contains {name!r}, which this role does not train"
                 )
-            if slot not in known:
+            if slot not in known_slots:
                 raise CheckpointError(
                     f"the optimizer state has {slot!r} of {name!r}, which backend=jax cannot "
                     f"continue with optimizer.type={self.spec.type}; continue with backend=torch"
@@ -259,8 +275,8 @@ class JaxOptimizer:
             by_slot[slot].append(name)
         state = self._build_state()
         for field, slot in slots.items():
-            keys_of = {name: f"{name}/{slot}" for name in by_slot[slot]}
-            self._stacks.load(getattr(state, field), keys_of, read)
+            slot_keys = {name: f"{name}/{slot}" for name in by_slot[slot]}
+            self._stacks.load(getattr(state, field), slot_keys, read)
         self.steps = int(values["steps"])
         self.attempts = int(values["attempts"])
         if "count" in state._fields:

@@ -325,7 +325,7 @@ class MasterWeights:
         tensors = self.exact_tensors
         for name in names:
             _check_known(name, self._canonical)
-            yield name, self._places[name], quantized.to_whole(tensors[name])
+            yield name, self._places[name], quantized.dequantize(tensors[name])
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:

@@ -21,8 +21,9 @@ MOST_DIM = 256  # largest head size
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernels support these queries, keys and values [T, heads, dim]."""
-    alike = q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] == v.shape[2] <= MOST_DIM
-    return alike and library.serves(q, k, v)
+    same_dtype = q.dtype == k.dtype == v.dtype
+    same_dim = q.shape[2] == k.shape[2] == v.shape[2]
+    return same_dtype and same_dim and q.shape[2] <= MOST_DIM and library.serves(q, k, v)
 
 
 def attend(
@@ -50,7 +51,7 @@ def attend_rows(
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated.
 
-    Each of the `parts` lists segments in its field `own`; the other fields are ignored. A segment
+    Each of the `parts` lists segments in its field `causal`; the other fields are ignored. A segment
     assigns a range of queries to a range of keys. Each query is in exactly one segment of one part.
     Segments of different parts can have keys in common. The result can be differentiated once.
     """
@@ -79,20 +80,22 @@ def attend_to(
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
-    given = _build_arguments(segments, scale, causal, window, lse, q=q, k=k, v=v, out=out)
-    library.call("weft_attend", given)
+    arguments = _build_arguments(segments, scale, causal, window, lse, q=q, k=k, v=v, out=out)
+    library.call("weft_attend", arguments)
     return AttentionState(out, lse)
 
 
-def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
-    """Merge the attention of some rows over additional keys into `whole`, in place.
+def merge_rows(total: AttentionState, additional: AttentionState, rows: Tensor) -> None:
+    """Merge the attention of some rows over additional keys into `total`, in place.
 
-    `rows`, int64 [n], are the indices of these rows in `whole`. `more` is their attention over the
-    additional keys, with `out` [n, heads, dim].
+    `rows`, int64 [n], are the indices of these rows in `total`. `additional` is the attention of
+    these rows over the additional keys, with `out` [n, heads, dim].
     """
-    count, heads, dim = more.out.shape
-    numbers = (count, heads, dim, whole.out.stride(0))
-    library.call("weft_merge_rows", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
+    count, heads, dim = additional.out.shape
+    numbers = (count, heads, dim, total.out.stride(0))
+    library.call(
+        "weft_merge_rows", total.out, total.lse, additional.out, additional.lse, rows, *numbers
+    )
 
 
 class _AttendSegments(torch.autograd.Function):
@@ -114,20 +117,19 @@ class _AttendSegments(torch.autograd.Function):
         if rotation is None:
             heads = heads if heads.stride(2) == 1 else heads.contiguous()
         else:
-            heads = rows.rotate(heads, *rotation, 1.0, rotated=heads.shape[1] - kv)
+            heads = rows.rotate(heads, *rotation, 1.0, num_rotated=heads.shape[1] - kv)
         q, k, v = _split_heads(heads, kv)
-        whole = attend_to(q, k, v, segments.own, scale, causal=True, window=segments.window)
-        if segments.across is not None:
-            more = attend_to(q, k, v, segments.across, scale, causal=False)
-            for first, count in segments.across[:, :2].tolist():
-                merge_rows(
-                    whole, more[slice(first, first + count)], torch.arange(first, first + count)
-                )
-        ctx.save_for_backward(heads, whole.out, whole.lse, *(rotation or ()))
+        total = attend_to(q, k, v, segments.causal, scale, causal=True, window=segments.window)
+        if segments.full is not None:
+            additional = attend_to(q, k, v, segments.full, scale, causal=False)
+            for first, count in segments.full[:, :2].tolist():
+                end = first + count
+                merge_rows(total, additional[first:end], torch.arange(first, end))
+        ctx.save_for_backward(heads, total.out, total.lse, *(rotation or ()))
         ctx.kv = kv
         ctx.segments = segments
         ctx.scale = scale
-        return whole.out
+        return total.out
 
     @staticmethod
     @once_differentiable
@@ -142,12 +144,12 @@ class _AttendSegments(torch.autograd.Function):
         tensors |= {"out": out, "grad_out": gradients[0].contiguous()}
         library.call(
             "weft_attend_backward",
-            _build_arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors),
+            _build_arguments(segments.causal, ctx.scale, True, segments.window, lse, **tensors),
         )
-        if segments.across is not None:
+        if segments.full is not None:
             library.call(
                 "weft_attend_backward",
-                _build_arguments(segments.across, ctx.scale, False, None, lse, **tensors),
+                _build_arguments(segments.full, ctx.scale, False, None, lse, **tensors),
             )
         if rotation:
             cos, sin = rotation
@@ -156,6 +158,8 @@ class _AttendSegments(torch.autograd.Function):
 
 
 class _AttendRows(torch.autograd.Function):
+    """Autograd function that implements `attend_rows`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
@@ -164,10 +168,10 @@ class _AttendRows(torch.autograd.Function):
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2])
         for part in parts:
-            given = _build_arguments(
-                part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out
+            arguments = _build_arguments(
+                part.causal, scale, True, part.window, lse, q=q, k=k, v=v, out=out
             )
-            library.call("weft_attend", given)
+            library.call("weft_attend", arguments)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.parts = parts
         ctx.scale = scale
@@ -183,7 +187,7 @@ class _AttendRows(torch.autograd.Function):
         for part in ctx.parts:
             library.call(
                 "weft_attend_backward",
-                _build_arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
+                _build_arguments(part.causal, ctx.scale, True, part.window, lse, **tensors),
             )
         return input_gradients[0], input_gradients[1], input_gradients[2], None, None
 
@@ -196,6 +200,11 @@ def _split_heads(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
 def _build_arguments(
     segments: Tensor, scale: float, causal: bool, window: int | None, lse: Tensor, **tensors: Tensor
 ) -> AttentionStruct:
+    """Return the arguments of an attention kernel.
+
+    `tensors` are named like the fields of `AttentionStruct`. The struct has only their addresses,
+    so they must stay alive until the kernel returns.
+    """
     q = tensors["q"]
     k = tensors["k"]
     assert (

@@ -1,7 +1,7 @@
 """Forward pass of a whole network over cached sequences in one call, for prefill and decode steps.
 
-The result is the hidden states that the head reads, or the tokens drawn from them. The kernels and
-their order are the same as in a pass that is computed block by block, so results are bit-identical.
+The result is the hidden states after the last norm, or the tokens drawn from them. The kernels and
+their order are the same as in a pass computed block by block, so results are bit-identical.
 Networks like Llama are supported: they have RMS norms before attention and MLP, a gated MLP with
 SiLU, and no experts, adapters or soft caps.
 """
@@ -66,7 +66,7 @@ class NetworkWeights:
     embedding: Tensor  # [V, H]
     blocks: Sequence[BlockWeights]
     norm: Tensor
-    head: LinearWeights | None  # shape of the embedding; needed to draw tokens
+    head: LinearWeights | None  # weight [V, H]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -76,22 +76,20 @@ class NetworkWeights:
 
     def list_tensors(self) -> list[Tensor]:
         """Return all parameters as a list, without the cached keys and values."""
-        linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
-        linear += [] if self.head is None else [self.head]
-        norms = [
-            n for b in self.blocks for n in (b.norm1, b.norm2, b.q_norm, b.k_norm) if n is not None
-        ]
-        return [
-            self.embedding,
-            self.norm,
-            *norms,
-            *(t for layer in linear for t in layer if t is not None),
-        ]
+        norms: list[Tensor | None] = []
+        layers: list[LinearWeights] = []
+        for block in self.blocks:
+            norms += [block.norm1, block.norm2, block.q_norm, block.k_norm]
+            layers += [block.qkv, block.o, block.gate_up, block.down]
+        if self.head is not None:
+            layers.append(self.head)
+
+        parameters = [*norms, *(parameter for layer in layers for parameter in layer)]
+        return [self.embedding, self.norm, *(x for x in parameters if x is not None)]
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass whose sequences begin with the same prefix; a separate cache stores the
-    prefix.
+    """Rows of a pass whose sequences begin with the same prefix, stored in a separate cache.
 
     Attributes:
         rows: Indices of these rows, int64 [n].
@@ -101,9 +99,9 @@ class PrefixRows(NamedTuple):
             of block 1, and so on.
     """
 
-    rows: Tensor  # int64 [n]
-    used: int  # tokens of the prefix
-    room: int  # tokens for which there is room
+    rows: Tensor
+    used: int
+    room: int
     stored: Sequence[Tensor]
 
 
@@ -111,8 +109,8 @@ class PrefixRows(NamedTuple):
 class CachedPass:
     """Input of one pass: the new tokens of several cached sequences.
 
-    Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`, which contains `lengths[i]`
-    tokens including the new ones. `rotation` is None for a network without rotary positions.
+    Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`; after the pass, the slot
+    contains `lengths[i]` tokens. `rotation` is None for a network without rotary positions.
     Otherwise it consists of two tables, cos and sin, and a row index for each token. The tables are
     [positions, 1, half of the rotated dimensions].
     """
@@ -130,12 +128,12 @@ class DrawParameters:
     """Sampling parameters of decode steps.
 
     Attributes:
-        uniforms: Random numbers with which tokens are drawn, as in `softmax.draw`, float64
+        uniforms: Random numbers with which tokens are drawn, as in `rows.draw`, float64
             [steps, R].
         is_stop: True for each stop token, bool [V]. Decoding ends after the first step in which any
             row draws a stop token or has a log-prob that is not finite.
         early: Number of initial steps in which each row cannot draw a stop token, int64 [R]. In
-            these steps, log-probs are still normalized over all tokens.
+            these steps too, log-probs are normalized over all tokens.
         temperature: Number by which the logits are divided.
     """
 
@@ -153,7 +151,7 @@ def serves(weights: NetworkWeights) -> bool:
 
 @dataclass
 class CachedForward:
-    """Forward passes of a network over one key-value cache, computed by a C kernel.
+    """Forward passes of a network over one key-value cache, computed by a C++ kernel.
 
     The kernel keeps the addresses of the parameters and of the cache, so their memory must not move
     while this object is used.
@@ -185,85 +183,89 @@ class CachedForward:
             offset=weights.offset,
         )
 
-    def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
-        """Return hidden states [T, hidden] after the last norm, or only those of the `wanted` rows.
+    def run(self, inputs: CachedPass, rows_to_return: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the last norm, [T, hidden].
 
-        `wanted` is int64 [N]. Raises `IndexError` if a token is outside the vocabulary or a row
-        does not exist, and `MemoryError` if there is too little memory.
+        If `rows_to_return`, int64 [N], is given, only these rows are returned, [N, hidden]. Raises
+        `IndexError` if a token is outside the vocabulary or a row does not exist, and `MemoryError`
+        if there is too little memory.
         """
-        if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
-            return self.run(at).index_select(0, wanted)
-        states, _referenced = self._begin(at, None if wanted is None else wanted.contiguous())
+        if rows_to_return is not None:
+            # The kernel supports 1 to T rows.
+            if not 0 < len(rows_to_return) <= len(inputs.tokens):
+                return self.run(inputs).index_select(0, rows_to_return)
+            rows_to_return = rows_to_return.contiguous()
+        states, _referenced = self._begin(inputs, rows_to_return)
         if outcome := library.call("weft_forward", self._blocks, self._step):
-            raise self._build_error(outcome, at, wanted)
+            raise self._build_error(outcome, inputs, rows_to_return)
         return states
 
-    def run_ahead(self, at: CachedPass, draws: DrawParameters) -> tuple[Tensor, Tensor]:
+    def run_ahead(self, inputs: CachedPass, draws: DrawParameters) -> tuple[Tensor, Tensor]:
         """Run several decode steps; return tokens int64 [n, R] and log-probs float32 [n, R].
 
-        `at` is the first decode step, for slots 0 to R - 1. Each later step processes the tokens
-        that were drawn in the step before. n is the number of steps that were run, which is at most
-        the number of steps in `draws`. The cache must have room for all steps, although
-        `at.lengths` includes only the token of the first step. Raises the same errors as `run`.
+        `inputs` is the first decode step, for slots 0 to R - 1. Each later step processes the
+        tokens that were drawn in the step before. n is the number of steps that were run, which is
+        at most the number of steps in `draws`. The cache must have room for all steps, although
+        `inputs.lengths` includes only the token of the first step. Raises the same errors as `run`.
         """
-        assert self.weights.head is not None, "tokens are drawn by a head"
+        assert self.weights.head is not None, "drawing tokens requires the head"
         steps, rows = draws.uniforms.shape
         ids = torch.empty(steps, rows, dtype=torch.int64)
         logprobs = torch.empty(steps, rows)
-        given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
-        _, _referenced = self._begin(at, None)
-        how = library.DrawsStruct(*map(get_pointer, given), draws.temperature, steps)
-        count = library.call("weft_decode_ahead", self._blocks, how, self._step)
+        tensors = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
+        _, _referenced = self._begin(inputs, None)
+        draws_struct = library.DrawsStruct(*map(get_pointer, tensors), draws.temperature, steps)
+        count = library.call("weft_decode_ahead", self._blocks, draws_struct, self._step)
         if count < 0:
-            raise self._build_error(count, at, None)
+            raise self._build_error(count, inputs, None)
         return ids[:count], logprobs[:count]
 
-    def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+    def _begin(
+        self, inputs: CachedPass, rows_to_return: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Write the arguments of a pass to the C structure `_step`.
 
         Returns the tensor to which the kernel will write the hidden states, and the objects whose
         memory `_step` points to. The caller must keep these objects alive during the pass.
         """
-        assert at.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
+        assert inputs.tokens.dtype == torch.int64
+        assert rows_to_return is None or rows_to_return.dtype == torch.int64
         step = self._step
-        tokens = at.tokens.contiguous()
-        slots, news, lengths = map(torch.from_numpy, (at.slots, at.new, at.lengths))
-        states = torch.empty(len(tokens) if wanted is None else len(wanted), step.hidden)
-        step.states, step.tokens, step.wanted, step.wants = (
-            *map(get_pointer, (states, tokens, wanted)),
-            len(states),
-        )
-        step.slots, step.news, step.lengths = map(get_pointer, (slots, news, lengths))
+        tokens = inputs.tokens.contiguous()
+        slots, new, lengths = map(torch.from_numpy, (inputs.slots, inputs.new, inputs.lengths))
+        num_states = len(tokens) if rows_to_return is None else len(rows_to_return)
+        states = torch.empty(num_states, step.hidden)
+        step.states, step.tokens, step.wanted = map(get_pointer, (states, tokens, rows_to_return))
+        step.num_wanted = num_states
+        step.slots, step.new_tokens, step.lengths = map(get_pointer, (slots, new, lengths))
         step.rows = len(tokens)
-        step.count = len(at.slots)
+        step.count = len(inputs.slots)
         step.threads = torch.get_num_threads()
-        if at.rotation is None:
+        if inputs.rotation is None:
             rotation: tuple[Tensor, ...] = ()
         else:
-            rotation = tuple(x.contiguous() for x in at.rotation)
+            rotation = tuple(x.contiguous() for x in inputs.rotation)
         if rotation:
             step.cos, step.sin, step.positions = map(get_pointer, rotation)
             step.half = rotation[0].shape[-1]
-        prefixes = [_build_prefix_struct(prefix) for prefix in at.prefixes]
-        step.prefixes, step.shared = (
-            (library.PrefixStruct * len(prefixes))(*prefixes),
-            len(prefixes),
-        )
-        return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
+        prefixes = [_build_prefix_struct(prefix) for prefix in inputs.prefixes]
+        step.prefixes = (library.PrefixStruct * len(prefixes))(*prefixes)
+        step.shared = len(prefixes)
+        return states, (tokens, rows_to_return, slots, new, lengths, rotation, prefixes, inputs)
 
-    def _build_error(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
-        """Return the exception for the error code `outcome` of a kernel."""
+    def _build_error(
+        self, outcome: int, inputs: CachedPass, rows_to_return: Tensor | None
+    ) -> Exception:
+        """Return the exception for an error code: too little memory, or an invalid token or row."""
         step = self._step
         if outcome == NO_MEMORY:
-            return MemoryError(f"not enough memory for a pass over {len(at.tokens)} tokens")
-        for token in at.tokens.tolist():
+            return MemoryError(f"not enough memory for a pass over {len(inputs.tokens)} tokens")
+        for token in inputs.tokens.tolist():
             if not 0 <= token < step.vocabulary:
                 return IndexError(f"token {token} is outside the vocabulary of {step.vocabulary}")
-        rows = [] if wanted is None else wanted.tolist()
-        return IndexError(
-            f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in "
-            f"{step.rows}"
-        )
+        rows = [] if rows_to_return is None else rows_to_return.tolist()
+        missing = next(row for row in rows if not 0 <= row < step.rows)
+        return IndexError(f"there is no row {missing} in {step.rows}")
 
 
 def _build_block_struct(block: BlockWeights) -> library.BlockStruct:

@@ -24,8 +24,8 @@ void rotations(Asking &asking, const long *positions, const Step &s) {
 
 Asking all_of(const Step &s) {
   Asking all = {s.rows};
-  for (long i = 0, row = 0; i < s.count; row += s.news[i++])
-    all.segments.push_back({row, s.news[i], s.slots[i] * s.kv * s.room, s.lengths[i]});
+  for (long i = 0, row = 0; i < s.count; row += s.new_tokens[i++])
+    all.segments.push_back({row, s.new_tokens[i], s.slots[i] * s.kv * s.room, s.lengths[i]});
   for (long p = 0; p < s.shared; p++)
     all.after.emplace_back(s.prefixes[p].rows, s.prefixes[p].rows + s.prefixes[p].count);
   if (s.cos) rotations(all, s.positions, s);
@@ -33,7 +33,7 @@ Asking all_of(const Step &s) {
 }
 
 Asking wanted_of(const Step &s, const Asking &all) {
-  Asking wanted = {s.wants};
+  Asking wanted = {s.num_wanted};
   std::vector<Segment> of(s.rows); // segment of each single row
   std::vector<long> after(s.rows, -1), positions;
   for (const Segment &own : all.segments)
@@ -41,7 +41,7 @@ Asking wanted_of(const Step &s, const Asking &all) {
   for (long p = 0; p < s.shared; p++)
     for (long row : all.after[p]) after[row] = p;
   wanted.after.resize(s.shared);
-  for (long i = 0; i < s.wants; i++) {
+  for (long i = 0; i < s.num_wanted; i++) {
     const long row = s.wanted[i];
     wanted.segments.push_back({i, 1, of[row].key, of[row].keys});
     if (after[row] >= 0) wanted.after[after[row]].push_back(i);
@@ -119,7 +119,7 @@ void forward(const Block *blocks, const Step &s) {
     } else {
       apply(normed, {b->qkv.weight + inner * s.hidden, b->qkv.bias ? b->qkv.bias + inner : nullptr}, projected, 2 * shared, s.hidden);
       k = {projected, 2 * shared, s.dim}, v = {projected + shared, 2 * shared, s.dim};
-      x = late_rows, y = late_rows + s.wants * s.hidden, rows = s.wants;
+      x = late_rows, y = late_rows + s.num_wanted * s.hidden, rows = s.num_wanted;
       weft_gather(states, s.wanted, rows, s.hidden, x, s.threads);
       weft_gather(normed, s.wanted, rows, s.hidden, y, s.threads);
       q = {projected + s.rows * 2 * shared, inner, s.dim};
@@ -163,7 +163,7 @@ extern "C" long weft_forward(const Block *blocks, const Step *given) {
   const Step &s = *given;
   for (long r = 0; r < s.rows; r++)
     if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return OUTSIDE;
-  for (long i = 0; s.wanted && i < s.wants; i++)
+  for (long i = 0; s.wanted && i < s.num_wanted; i++)
     if (s.wanted[i] < 0 || s.wanted[i] >= s.rows) return OUTSIDE;
   try {
     forward(blocks, s);

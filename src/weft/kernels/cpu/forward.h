@@ -20,13 +20,13 @@ struct Prefix {
 };
 
 struct Step {
-  float *states;                  // [rows, hidden], or [wants, hidden], to be filled
+  float *states;                  // [rows, hidden], or [num_wanted, hidden], to be filled
   const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
   const float *cos, *sin;         // [positions, half]; null without rotation
   const long *tokens, *positions; // [rows]
-  const long *wanted;             // [wants], wants <= rows: rows whose states are wanted; null for all
-  const long *slots, *news, *lengths; // [count]: each sequence's slot, new tokens, and all tokens including these
-  long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room;
+  const long *wanted;             // [num_wanted], num_wanted <= rows: rows whose states are wanted; null for all
+  const long *slots, *new_tokens, *lengths; // [count]: each sequence's slot, new tokens, and all tokens including these
+  long rows, num_wanted, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room;
   long few, threads;
   double eps, offset; // parameters of the norms
   const Prefix *prefixes;

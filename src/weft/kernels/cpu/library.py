@@ -1,10 +1,10 @@
-"""Compilation and loading of the C++ kernels in this folder, and constants that depend on them.
+"""Compilation and loading of the C++ kernels in this folder, their argument types and constants.
 
 The compiled file is cached in the user's cache folder (`weft/kernels` in `$XDG_CACHE_HOME`, else in
 `~/.cache`). The name of the file contains a hash of the sources, the flags, the versions of the
-compiler and of torch, and the processor. `WEFT_NATIVE` selects the instructions: all that the
-processor has (`native`, the default), or those of one of the `VARIANTS`. Without a compiler, or
-with `WEFT_NATIVE=0`, torch's own kernels are used.
+compiler and of torch, and the processor. `WEFT_NATIVE` selects the instructions: `native`, the
+default, uses all instructions of the processor; a name in `VARIANTS` uses the variant's
+instructions. Without a compiler, or with `WEFT_NATIVE=0`, torch's own kernels are used.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
 def get_pointer(x: Tensor | None) -> int | None:
+    """Return the address of a tensor's values, or None, which C++ receives as a null pointer."""
     return None if x is None else x.data_ptr()
 
 
@@ -100,11 +101,11 @@ class StepStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("tokens", "positions", "wanted", "slots", "news", "lengths")
+            for name in ("tokens", "positions", "wanted", "slots", "new_tokens", "lengths")
         ),
         *(
             (name, ctypes.c_long)
-            for name in ("rows", "wants", "count", "blocks", "vocabulary", "hidden", "heads")
+            for name in ("rows", "num_wanted", "count", "blocks", "vocabulary", "hidden", "heads")
         ),
         *(
             (name, ctypes.c_long)
@@ -129,7 +130,7 @@ class DrawsStruct(ctypes.Structure):
     )
 
 
-SHARED = (
+STRUCTS = (
     HeadsStruct,
     AttentionStruct,
     BlockStruct,
@@ -137,15 +138,13 @@ SHARED = (
     StepStruct,
     DrawsStruct,
 )  # in the order of `sizes.cpp`
-
-
 FOLDER = Path(__file__).parent
-# Use fused multiply-adds wherever possible: for some processors, GCC avoids them in some loops,
+# Use fused multiply-adds wherever possible. For some processors, GCC avoids them in some loops,
 # which would change the bits of results.
-FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
-FLAGS = ("-std=c++17", "-O3", *FUSED, "-fopenmp", "-fPIC")
-SWITCH = "WEFT_NATIVE"
-# Instructions by variant, by their names in /proc/cpuinfo. Code is compiled for generic x86-64 plus
+FUSED_FLAGS = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
+FLAGS = ("-std=c++17", "-O3", *FUSED_FLAGS, "-fopenmp", "-fPIC")
+VARIABLE = "WEFT_NATIVE"
+# Instructions of each variant, as named in /proc/cpuinfo. Code is compiled for generic x86-64 plus
 # these instructions, so a variant's code is the same on every processor that has them.
 AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -155,11 +154,11 @@ VARIANTS = {
     "avx512": AVX512,
     "amx": (*AVX512, "amx_tile", "amx_bf16"),
 }
-# GCC's option names that differ from those in /proc/cpuinfo.
-IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+# GCC's names of instructions, if they differ from the names in /proc/cpuinfo.
+GCC_NAMES = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
 # Subclasses are excluded: a DTensor wraps another tensor, and a fake tensor has no memory.
 PLAIN_TYPES = (Tensor, nn.Parameter)
-COMPILER_TIMEOUT_S = 120  # timeout of a compiler run, in seconds; it usually takes a few
+COMPILER_TIMEOUT_S = 120  # seconds; a compiler run usually takes a few seconds
 
 
 @functools.cache
@@ -174,14 +173,13 @@ def load_library() -> ctypes.CDLL | None:
     if variant is None or sys.platform != "linux":
         return None
     try:
-        return _check_sizes(
-            _load(*_find_working(_list_compilers()), _build_flags(variant), _find_cache())
-        )
+        compiler, version = _find_working(_list_compilers())
+        return _check_sizes(_load(compiler, version, _build_flags(variant), _find_cache()))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"weft's CPU kernels were not compiled ({_describe_error(error)}): generation takes about "
-            f"twice as long without them. "
-            "Install g++, or set WEFT_NATIVE=0 to do without",
+            f"weft's CPU kernels were not compiled ({_describe_error(error)}): generation takes "
+            f"about twice as long without them. "
+            "Install g++, or set WEFT_NATIVE=0 to use torch's kernels",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -191,25 +189,25 @@ def load_library() -> ctypes.CDLL | None:
 def _choose_variant() -> str | None:
     """Return the kernel variant that the environment variable `WEFT_NATIVE` selects.
 
-    Returns `native` if `WEFT_NATIVE` is not set, and None if it is 0. Raises `ConfigError` for an
+    Returns "native" if `WEFT_NATIVE` is not set, and None if it is 0. Raises `ConfigError` for an
     unknown variant and for one that the processor does not support.
     """
-    variant = os.environ.get(SWITCH, "").strip().lower()
+    variant = os.environ.get(VARIABLE, "").strip().lower()
     if variant in ("", "1", "native"):
         return "native"
     if variant == "0":
         return None
     if variant not in VARIANTS:
         raise ConfigError(
-            f"{SWITCH}={variant} names no variant of weft's kernels; leave it unset for all "
+            f"{VARIABLE}={variant} names no variant of weft's kernels; leave it unset for all "
             f"instructions of the processor, or "
             f"set one of {', '.join(VARIANTS)}, or 0 for torch's own kernels"
         )
-    lacking = list_missing_instructions(variant)
-    if lacking:
+    missing = list_missing_instructions(variant)
+    if missing:
         raise ConfigError(
-            f"{SWITCH}={variant} needs {', '.join(lacking)}, which this processor does not have; "
-            f"leave {SWITCH} unset for all "
+            f"{VARIABLE}={variant} needs {', '.join(missing)}, which this processor does not have; "
+            f"leave {VARIABLE} unset for all "
             "instructions that it has"
         )
     return variant
@@ -227,7 +225,11 @@ def _build_flags(variant: str) -> tuple[str, ...]:
     """Return the compiler options for a kernel variant: "native" or a name in `VARIANTS`."""
     if variant == "native":
         return (*FLAGS, "-march=native")
-    return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
+    return (
+        *FLAGS,
+        "-march=x86-64",
+        *(f"-m{GCC_NAMES.get(name, name)}" for name in VARIANTS[variant]),
+    )
 
 
 def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
@@ -235,10 +237,14 @@ def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
     Raises `AssertionError` if a structure has different sizes in C++ and in Python.
     """
-    sizes = (ctypes.c_long * len(SHARED))()
+    sizes = (ctypes.c_long * len(STRUCTS))()
     kernels.weft_sizes(sizes)
-    wrong = [s.__name__ for s, size in zip(SHARED, sizes, strict=True) if ctypes.sizeof(s) != size]
-    assert not wrong, f"other sizes in C++ than in library.py: {', '.join(wrong)}"
+    mismatched = [
+        struct.__name__
+        for struct, size in zip(STRUCTS, sizes, strict=True)
+        if ctypes.sizeof(struct) != size
+    ]
+    assert not mismatched, f"sizes differ between C++ and library.py: {', '.join(mismatched)}"
     return kernels
 
 
@@ -258,9 +264,9 @@ def serves(*tensors: Tensor) -> bool:
 def call(name: str, *arguments: Any) -> int:
     """Call the kernel `name` and return the kernel's return value.
 
-    The arguments must all be structures, or else all be contiguous tensors, numbers or None. In the
-    second case, None is passed as a null pointer, and the number of threads is appended as the last
-    argument. Use the return value only if the kernel documents it.
+    Either all arguments are structures, or each argument is a contiguous tensor, a number or None.
+    In the second case, None is passed as a null pointer, and the number of threads is appended as
+    the last argument. Use the return value only if the kernel documents it.
     """
     kernels = load_library()
     assert kernels is not None
@@ -270,13 +276,14 @@ def call(name: str, *arguments: Any) -> int:
         return int(kernel(*map(ctypes.byref, arguments)))
     if kernel.argtypes is None:
         kernel.argtypes = [*map(_find_type, arguments), ctypes.c_long]
-    given = (
+    values = (
         argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments
     )
-    return int(kernel(*given, torch.get_num_threads()))
+    return int(kernel(*values, torch.get_num_threads()))
 
 
 def _find_type(argument: Any) -> Any:
+    """Return the C type with which `call` passes the argument."""
     if argument is None or isinstance(argument, Tensor):
         return ctypes.c_void_p
     return ctypes.c_long if isinstance(argument, int) else ctypes.c_double
@@ -294,7 +301,8 @@ def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
     """
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            if "gcc version" in (version_output := _run([*command, "-v"])):
+            version_output = _run([*command, "-v"])
+            if "gcc version" in version_output:
                 return command, version_output
     raise FileNotFoundError(
         f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler"
@@ -304,6 +312,7 @@ def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
 def _load(
     compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None
 ) -> ctypes.CDLL:
+    """Load the kernels from the cache folder, or compile them first; `version` is GCC's output."""
     if cache is not None:
         cached_path = cache / f"kernels-{_compute_fingerprint(version, flags)}.so"
         if cached_path.is_file() and _is_ours(cached_path):
@@ -313,7 +322,7 @@ def _load(
         built = _compile([*compiler, *flags], Path(folder))
         built.chmod(0o700)
         if cache is not None:
-            built = built.rename(cached_path)  # atomic, since another process can do the same
+            built = built.rename(cached_path)  # atomic: another process can rename to this path too
         return ctypes.CDLL(str(built))
 
 
@@ -356,19 +365,20 @@ def _compute_fingerprint(version: str, flags: tuple[str, ...]) -> str:
 def _read_processor() -> list[str]:
     """Return the lines of /proc/cpuinfo that describe the processor's model and instruction sets.
 
-    The compiled code depends on them.
+    The compiled code depends on these lines.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return sorted({line for line in lines if line.startswith(wanted)})
+    prefixes = ("model name", "flags", "Features", "CPU part")
+    return sorted({line for line in lines if line.startswith(prefixes)})
 
 
 def _find_cache() -> Path | None:
     """Return the cache folder, or None if there is no folder that only this user can write to."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = (Path(base) if base else Path.home() / ".cache") / "weft" / "kernels"
+        user_cache = Path(base) if base else Path.home() / ".cache"
+        folder = user_cache / "weft" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if _is_ours(folder) and os.access(folder, os.W_OK) else None
     except (OSError, RuntimeError):
@@ -382,17 +392,16 @@ def _is_ours(path: Path) -> bool:
 
 
 def _describe_error(error: Exception) -> str:
+    """Return the first line of the compiler's output or of the error, else the error's type."""
     message = getattr(error, "stderr", None) or str(error)
     if str(message).strip():
         return str(message).strip().splitlines()[0]
     return type(error).__name__
 
 
-# Floats per vector of the widest CPUs. Sums over whole vectors do not depend on the values after
-# them.
-VECTOR = 16
+VECTOR = 16  # floats per vector register of the widest CPUs
 LEAST_QUERIES = 4  # torch sums over fewer query rows in another order
-LEAST_SPARED_KEYS = 256  # keys that a merged prefix must save per step to pay off
+LEAST_SPARED_KEYS = 256  # least number of keys per step that merging a prefix must save to pay off
 
 
 def in_vectors(length: int, device: torch.device) -> int:

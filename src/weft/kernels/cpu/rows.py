@@ -1,6 +1,6 @@
-"""Operations of a block by weft's own CPU kernels: products, softmax, and those between products.
+"""A block's operations by weft's own CPU kernels: products, softmax and pointwise operations.
 
-Each is computed in one pass over memory.
+Each pointwise operation makes one pass over memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def compute_rms_norm_gradients(
     grad_y: Tensor,
     offset: float,
     *,
-    want_x: bool,
-    want_weight: bool,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of `rms_norm` with respect to x and weight, each None if not requested.
 
@@ -46,8 +46,8 @@ def compute_rms_norm_gradients(
     x = x.contiguous()
     weight = weight.contiguous()
     grad_y = grad_y.contiguous()
-    grad_x = torch.empty_like(x) if want_x else None
-    grad_weight = torch.empty_like(weight) if want_weight else None
+    grad_x = torch.empty_like(x) if needs_x else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
     sizes = inverse.numel(), x.shape[-1]
     library.call(
         "weft_rms_norm_backward",
@@ -64,30 +64,32 @@ def compute_rms_norm_gradients(
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, rotated: int | None = None
+    x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, num_rotated: int | None = None
 ) -> Tensor:
-    """Return a contiguous copy of x [T, heads, dim] with the first `rotated` heads rotated.
+    """Return a contiguous copy of x [T, heads, dim] with the first `num_rotated` heads rotated.
 
-    By default, all heads are rotated. Dimension i is rotated with dimension i + half, by the angles
-    whose cosines and sines are `cos` and `sin` [T, 1, half]. `direction` is 1, or -1 for the
-    opposite rotation.
+    If `num_rotated` is None, all heads are rotated. Dimension i is rotated with dimension i + half,
+    by the angles whose cosines and sines are `cos` and `sin` [T, 1, half]. `direction` is 1, or -1
+    for the opposite rotation.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
-    _rotate(x, cos, sin, out, x.shape[1] if rotated is None else rotated, direction)
+    _rotate(x, cos, sin, out, x.shape[1] if num_rotated is None else num_rotated, direction)
     return out
 
 
-def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
-    """Undo `rotate` for the first `rotated` heads of x, in place; x must be contiguous."""
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, num_rotated: int) -> None:
+    """Undo `rotate` for the first `num_rotated` heads of x, in place; x must be contiguous."""
     assert x.is_contiguous()
-    _rotate(x, cos, sin, x, rotated, -1.0)
+    _rotate(x, cos, sin, x, num_rotated, -1.0)
 
 
 def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, rotated: int, direction: float
+    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, num_rotated: int, direction: float
 ) -> None:
-    (tokens, heads, dim), half = x.shape, cos.shape[-1]
+    """Write x with its first `num_rotated` heads rotated to `out`, which may be x itself."""
+    tokens, heads, dim = x.shape
+    half = cos.shape[-1]
     angles = cos.contiguous(), sin.contiguous()
     library.call(
         "weft_rotate",
@@ -97,7 +99,7 @@ def _rotate(
         *x.stride()[:2],
         tokens,
         heads,
-        rotated,
+        num_rotated,
         dim,
         half,
         direction,
@@ -110,28 +112,27 @@ def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
     `gate_up` is [T, n]. If `gated`, it is [T, 2 n], and each row contains gate and up side by side.
     """
     gate_up = gate_up.contiguous()
-    gate, up, (rows, row_stride) = *_split_halves(gate_up, gated), gate_up.shape
+    gate, up = _split_halves(gate_up, gated)
+    rows, row_stride = gate_up.shape
     out = gate_up.new_empty(gate.shape)
     library.call("weft_silu", gate, up, out, row_stride, rows, gate.shape[1])
     return out
 
 
 def compute_silu_gradients(
-    gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
+    gate_up: Tensor, gated: bool, grad_out: Tensor, *, recompute: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient with respect to `gate_up`, and the recomputed result of `compute_silu`.
 
     `grad_out` is the gradient with respect to the result of `compute_silu`. The recomputed result
-    is None if `again` is False.
+    is None if `recompute` is False.
     """
     gate_up = gate_up.contiguous()
     grad_out = grad_out.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
-    out = torch.empty_like(grad_out) if again else None
-    (gate, up), (grad_gate, grad_up) = (
-        _split_halves(gate_up, gated),
-        _split_halves(grad_gate_up, gated),
-    )
+    out = torch.empty_like(grad_out) if recompute else None
+    gate, up = _split_halves(gate_up, gated)
+    grad_gate, grad_up = _split_halves(grad_gate_up, gated)
     sizes = gate_up.shape[1], *gate.shape
     library.call("weft_silu_backward", gate, up, grad_out, out, grad_gate, grad_up, *sizes)
     return grad_gate_up, out
@@ -144,18 +145,18 @@ def _split_halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
     return gate, up
 
 
-def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
     """Write k and v [T, heads, dim] into caches [slots, heads, room, dim].
 
-    `places`, int64 [T], are the indices at which the first head of each token is written. An index
+    `indices`, int64 [T], are the indices at which the first head of each token is written. An index
     counts rows of `dim` floats from the start of the cache.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    steps = (*k.stride()[:2], *v.stride()[:2])
-    library.call("weft_store", k, v, keys, values, places, *steps, *k.shape, keys.shape[2])
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    library.call("weft_store", k, v, keys, values, indices, *strides, *k.shape, keys.shape[2])
 
 
-MOST_ROWS = 128  # most rows for the few-row kernel
+MOST_ROWS = 128  # most rows of a product that `weft_product` computes
 
 
 def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
@@ -163,11 +164,18 @@ def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
     An optional `bias` [m], in any dtype, is added to the product.
     """
-    of_left = left.shape
-    of_right = right.shape
-    fit = len(of_left) > 0 and len(of_right) == 2 and of_left[-1] == of_right[1]
-    filled = fit and 0 not in of_left and 0 not in of_right
-    return filled and library.serves(left, right) and (bias is None or library.is_plain(bias))
+    left_shape = left.shape
+    right_shape = right.shape
+    shapes_match = (
+        len(left_shape) > 0 and len(right_shape) == 2 and left_shape[-1] == right_shape[1]
+    )
+    has_elements = 0 not in left_shape and 0 not in right_shape
+    return (
+        shapes_match
+        and has_elements
+        and library.serves(left, right)
+        and (bias is None or library.is_plain(bias))
+    )
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,17 +183,21 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The result is [..., m]. A row of the result does not depend on the other rows of `left`.
     """
-    assert bias is None or bias.shape == right.shape[:1], "one number a column"
-    flat = left.dim() == 2
-    x = left if flat else left.reshape(-1, left.shape[-1])
-    whole = None if bias is None else bias.to(right.dtype).contiguous()
-    (rows, terms), size = x.shape, right.shape[0]
+    assert bias is None or bias.shape == right.shape[:1], (
+        "bias must have one element per row of right"
+    )
+    is_matrix = left.dim() == 2
+    x = left if is_matrix else left.reshape(-1, left.shape[-1])
+    prepared_bias = None if bias is None else bias.to(right.dtype).contiguous()
+    (rows, inner_size), size = x.shape, right.shape[0]
     out = x.new_empty(rows, size)
     if rows <= MOST_ROWS and right.is_contiguous():
-        library.call("weft_product", x.contiguous(), right, whole, out, size, rows, size, terms)
+        library.call(
+            "weft_product", x.contiguous(), right, prepared_bias, out, size, rows, size, inner_size
+        )
     else:
-        _multiply(x, right, whole, out, adds=False)
-    return out if flat else out.view(*left.shape[:-1], size)
+        _multiply(x, right, prepared_bias, out, accumulate=False)
+    return out if is_matrix else out.view(*left.shape[:-1], size)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -193,10 +205,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
     `total` must be contiguous.
     """
-    _multiply(left, right, None, total, adds=True)
+    _multiply(left, right, None, total, accumulate=True)
 
 
-def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
+def _multiply(
+    left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, accumulate: bool
+) -> None:
+    """Write left times right transposed, plus `bias`, to `out`; add it to `out` if `accumulate`."""
     assert left.dim() == 2 and out.shape == (len(left), len(right)) and out.is_contiguous()
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
     strides = (*left.stride(), *reversed(right.stride()))
@@ -210,7 +225,7 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, 
         len(left),
         left.shape[1],
         len(right),
-        int(adds),
+        int(accumulate),
     )
 
 
@@ -259,9 +274,11 @@ def to_gradients(
         all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy))
         and labels.dtype == torch.int64
     )
-    given = (
+    row_values = (
         labels.contiguous(),
         grad_logprob.contiguous(),
         None if grad_entropy is None else grad_entropy.contiguous(),
     )
-    library.call("weft_logit_gradients", logits, stats.lse, stats.entropy, *given, *logits.shape)
+    library.call(
+        "weft_logit_gradients", logits, stats.lse, stats.entropy, *row_values, *logits.shape
+    )

@@ -22,24 +22,21 @@ from weft.kernels.types import AttentionSpec, VarlenLengths
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_DIM = 256  # largest head size; it must also be a multiple of 8
 LEAST_CAPABILITY = (8, 0)  # Ampere
-HOPPER = 9  # major compute capability that version 3 requires
-THIRD = "FA3"  # torch's name of version 3
-PACKAGE = "flash_attn_interface"  # package of version 3
+HOPPER_MAJOR = 9  # major compute capability that version 3 requires
+FA3_NAME = "FA3"  # torch's name of version 3
+FA3_PACKAGE = "flash_attn_interface"  # package of version 3
 
 
 @dataclass(frozen=True)
 class FlashFeatures:
-    """Optional features of the `varlen_attn` function in the installed torch.
+    """Optional features of the `varlen_attn` function in the installed torch."""
 
-    `grouped_heads` is True if there can be fewer key-value heads than query heads. `block_table` is
-    True if keys and values can be read from pages.
-    """
-
-    grouped_heads: bool  # fewer key-value heads than query heads
-    block_table: bool  # paged keys, with a fixed number of splits
+    grouped_heads: bool  # supports fewer key-value heads than query heads
+    block_table: bool  # supports paged keys and values, with a fixed number of splits
 
     @classmethod
     def from_function(cls, function: Any) -> FlashFeatures:
+        """Return the features that the signature of `function` supports."""
         names = inspect.signature(function).parameters
         paged = {"block_table", "seqused_k", "num_splits"} <= set(names)
         return cls("enable_gqa" in names, paged)
@@ -59,6 +56,7 @@ def load_kernel() -> Callable[..., Any]:
 
 @functools.cache
 def find_features() -> FlashFeatures:
+    """Return the features of the installed torch."""
     return FlashFeatures.from_function(load_kernel())
 
 
@@ -72,24 +70,24 @@ def choose(device: torch.device, version: str) -> str | None:
     not a Hopper GPU. Raises `RuntimeError` if "fa3" is not available.
     """
     if version == "fa2":
-        if find_active_implementation() == THIRD:
+        if find_active_implementation() == FA3_NAME:
             torch.nn.attention.restore_flash_attention_impl()
         return None
-    fits = (
+    is_hopper = (
         device.type == "cuda"
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] == HOPPER
+        and torch.cuda.get_device_capability(device)[0] == HOPPER_MAJOR
     )
-    if fits:
+    if is_hopper:
         obstacle = _activate()
     else:
-        obstacle = f"{device} is not a GPU of compute capability {HOPPER}.x"
+        obstacle = f"{device} is not a GPU of compute capability {HOPPER_MAJOR}.x"
     if version == "fa3" and obstacle is not None:
         raise RuntimeError(obstacle)
-    if not fits:
+    if not is_hopper:
         return None
     if obstacle is None:
-        return f"flash attention 3 of {PACKAGE}"
+        return f"flash attention 3 of {FA3_PACKAGE}"
     return f"flash attention is torch's own, version 2: {obstacle}"
 
 
@@ -103,7 +101,7 @@ def find_active_implementation() -> str | None:
 
 def find_version() -> int:
     """Return the version of flash attention that this process uses."""
-    return 3 if find_active_implementation() == THIRD else 2
+    return 3 if find_active_implementation() == FA3_NAME else 2
 
 
 def _activate() -> str | None:
@@ -111,25 +109,25 @@ def _activate() -> str | None:
 
     Returns None, or the reason why version 3 cannot be activated.
     """
-    other = find_active_implementation()
-    if other is not None:
-        return None if other == THIRD else f"{other} is in its place already"
+    active = find_active_implementation()
+    if active is not None:
+        return None if active == FA3_NAME else f"{active} is already active"
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None:
-        return f"torch {torch.__version__} has no place for another"
+        return f"torch {torch.__version__} cannot use another version"
     try:
-        activate(THIRD)
+        activate(FA3_NAME)
     except ModuleNotFoundError:
-        return f"{PACKAGE}, the package of version 3, is not installed"
-    except (ImportError, RuntimeError, ValueError) as refused:
-        return f"torch does not take version 3 ({str(refused).splitlines()[0]})"
+        return f"{FA3_PACKAGE}, the package of version 3, is not installed"
+    except (ImportError, RuntimeError, ValueError) as error:
+        return f"torch rejects version 3 ({str(error).splitlines()[0]})"
     return None
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the flash kernels support this dtype and head size on the device."""
-    fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
-    return fits and device.type == "cuda" and _has_kernels(device.index or 0)
+    is_supported = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
+    return is_supported and device.type == "cuda" and _has_kernels(device.index or 0)
 
 
 @functools.cache
@@ -138,17 +136,17 @@ def _has_kernels(index: int) -> bool:
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, lengths: VarlenLengths, spec: AttentionSpec
 ) -> Tensor:
     """Return causal attention over packed sequences, [T, heads, dim].
 
-    q is [T, heads, dim]; k and v are [U, kv_heads, dim]. `at` assigns queries and keys to
+    q is [T, heads, dim]; k and v are [U, kv_heads, dim]. `lengths` assigns queries and keys to
     sequences. The result is differentiable.
     """
-    grouped: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     group = q.shape[1] // k.shape[1]
     if group > 1 and find_features().grouped_heads:
-        grouped["enable_gqa"] = True
+        options["enable_gqa"] = True
     elif group > 1:
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -156,13 +154,13 @@ def attend_packed(
         _make_rows_contiguous(q),
         _make_rows_contiguous(k),
         _make_rows_contiguous(v),
-        at.queries,
-        at.keys,
-        at.most_queries,
-        at.most_keys,
+        lengths.queries,
+        lengths.keys,
+        lengths.most_queries,
+        lengths.most_keys,
         scale=spec.scale,
-        window_size=_reach(spec.window),
-        **grouped,
+        window_size=_compute_window_size(spec.window),
+        **options,
     )
 
 
@@ -183,24 +181,24 @@ def attend_paged(
     unwritten (pytorch issue 194167). `test_automatic_splits_write_every_row` shows which builds of
     torch are correct.
     """
-    rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
-    most = table.shape[1] * keys.shape[1]
-    bounds = (
-        None if find_active_implementation() == THIRD else rows * most
-    )  # version 3 uses only the table
-    grouped = q.shape[1] != keys.shape[2]
-    reach = (-1, -1) if spec.window is None else _reach(spec.window)
+    query_bounds = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
+    max_keys = table.shape[1] * keys.shape[1]
+    # Version 3 finds the keys by the table alone.
+    uses_bounds = find_active_implementation() != FA3_NAME
+    key_bounds = query_bounds * max_keys if uses_bounds else None
+    has_groups = q.shape[1] != keys.shape[2]
+    window_size = (-1, -1) if spec.window is None else _compute_window_size(spec.window)
     return load_kernel()(
         q.contiguous(),
         keys,
         values,
-        rows,
-        bounds,
-        1,
-        most,
+        query_bounds,
+        key_bounds,
+        1,  # queries per row
+        max_keys,
         scale=spec.scale,
-        window_size=reach,
-        enable_gqa=grouped,
+        window_size=window_size,
+        enable_gqa=has_groups,
         seqused_k=used,
         block_table=table,
         num_splits=1,
@@ -215,7 +213,7 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _reach(window: int | None) -> tuple[int, int]:
+def _compute_window_size(window: int | None) -> tuple[int, int]:
     """Return the window of a query as (number of keys before it, number of keys after it).
 
     The query also attends to its own key. The number -1 means that there is no limit.

@@ -30,12 +30,11 @@ from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training
 LEAST_DIM = 16  # smallest head size: the kernels' tiles have this many columns
-RECOMPILE_LIMIT = 256  # shapes per process; torch's default is 8, after which it stops
+RECOMPILE_LIMIT = 256  # shapes that a process compiles; torch's default is 8
 
-Mod = Callable[..., Tensor]
-ContinuationSpans = tuple[
-    tuple[int, int], tuple[int, int]
-]  # (prefix, continuation), each as (first token, exclusive end)
+Modifier = Callable[..., Tensor]
+# (prefix, continuation), each as (first token, exclusive end)
+ContinuationSpans = tuple[tuple[int, int], tuple[int, int]]
 
 
 def serves(device: torch.device, head_dim: int) -> bool:
@@ -79,33 +78,37 @@ class KeySpans:
 
     @classmethod
     def from_segments(
-        cls, cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
+        cls,
+        cu_seqlens: Tensor,
+        continuations: Iterable[ContinuationSpans],
+        length: int,
+        window: int | None,
     ) -> KeySpans:
         """Return the spans of keys for a pack of `length` tokens.
 
         `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. A query attends to
         itself and to the earlier keys of its segment. With a `window`, it attends only to the last
-        `window` of these keys. Each of the `joins` is a pair of token ranges: a prefix, and the
-        tokens that continue it, which also attend to the whole prefix. Padding tokens attend only
-        to themselves.
+        `window` of these keys. Each of the `continuations` is a pair of token ranges: a prefix, and
+        the tokens that continue it, which also attend to the whole prefix. Padding tokens attend
+        only to themselves.
         """
-        whole = compute_padded_length(length)
+        padded_length = compute_padded_length(length)
         device = cu_seqlens.device
-        own = torch.arange(whole, device=device, dtype=torch.int32)
-        near = own.clone()
+        query = torch.arange(padded_length, device=device, dtype=torch.int32)
+        near = query.clone()
         near[:length] = cu_seqlens[:-1].repeat_interleave(
             cu_seqlens.diff().long(), output_size=length
         )
         if window is not None:
-            near = torch.maximum(near, own - (window - 1))
-        far = np.zeros((2, whole), np.int32)
-        for prefix, rest in joins:
-            far[:, slice(*rest)] = np.array(prefix, np.int32)[:, None]
-        start, stop = put(far, device)
+            near = torch.maximum(near, query - (window - 1))
+        far_spans = np.zeros((2, padded_length), np.int32)
+        for prefix, continuation in continuations:
+            far_spans[:, slice(*continuation)] = np.array(prefix, np.int32)[:, None]
+        start, stop = put(far_spans, device)
         return cls(near, start, stop)
 
     @property
-    def mask_mod(self) -> Mod:
+    def mask_mod(self) -> Modifier:
         """Mask function for FlexAttention, which returns True where a query attends to a key."""
         near = self.near
         start = self.far_start
@@ -118,11 +121,10 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return two masks: block pairs with some attention, and block pairs with full attention.
+        """Return two masks of block pairs, each bool [T / BLOCK, T / BLOCK]: query by key blocks.
 
-        Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first mask is
-        True if any query of the query block attends to any key of the key block, and the second if
-        every query attends to every key.
+        The first mask is True if any query of the query block attends to any key of the key block,
+        and the second if every query attends to every key.
         """
         length = len(self.near)
         device = self.near.device
@@ -156,9 +158,8 @@ def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     int32 [1, 1, n] and [1, 1, n, n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[
-        None, None
-    ].contiguous()
+    counts = blocks.sum(1, dtype=torch.int32)
+    return counts[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
 def compute_padded_length(length: int) -> int:
@@ -175,21 +176,22 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attent
     q is [T, heads, dim]; k and v are [T, kv_heads, dim].
     """
     length = len(q)
-    tail = compute_padded_length(len(q)) - len(q)
+    padding = compute_padded_length(length) - length
     q, k, v = (
-        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v)
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1)[None]
+        for x in (q, k, v)
     )
     return attend(q, k, v, mask, spec)[0].transpose(0, 1)[:length]
 
 
 def build_pack_mask(
-    cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
+    cu_seqlens: Tensor, continuations: Iterable[ContinuationSpans], length: int, window: int | None
 ) -> BlockMask:
     """Return the FlexAttention mask of a pack.
 
     The arguments are the same as those of `KeySpans.from_segments`.
     """
-    return KeySpans.from_segments(cu_seqlens, joins, length, window).build_mask()
+    return KeySpans.from_segments(cu_seqlens, continuations, length, window).build_mask()
 
 
 def attend_paged(
@@ -204,14 +206,15 @@ def attend_paged(
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
     size = groups.shape[2]
-    filled = torch.nn.functional.pad(groups, (0, 0, 0, _round_to_power_of_two(size) - size))
-    # Pass all pages; by the mask, each row reads its own.
+    padded = torch.nn.functional.pad(groups, (0, 0, 0, _round_to_power_of_two(size) - size))
+    # Pass all pages; the mask selects the pages of each row.
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))
-    out = attend(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
+    out = attend(padded.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
     return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
 
 
 def _round_to_power_of_two(least: int) -> int:
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 
 
@@ -227,24 +230,24 @@ def build_page_mask(
     """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)
-    # Index of each page in the row's table; `width` if the row does not have the page. The smallest
-    # index counts: a row's entries in the table are padded with one repeated page, which is the
-    # first page of padding rows only.
-    places = torch.full((rows, num_pages), width, device=table.device, dtype=torch.int32)
-    places = places.scatter_reduce(1, table.long(), order, "amin")
-    newest = used - 1
+    # Index of each page in the row's table, or `width` if the row does not have the page. If a page
+    # is repeated, use its first index: tables are padded with one repeated page, which is the first
+    # page of padding rows only.
+    table_indices = torch.full((rows, num_pages), width, device=table.device, dtype=torch.int32)
+    table_indices = table_indices.scatter_reduce(1, table.long(), order, "amin")
+    last_position = used - 1
 
     def is_visible(row: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
-        position = places[row, key // page] * page + key % page
-        seen = position <= newest[row]
-        return seen if window is None else seen & (position > newest[row] - window)
+        position = table_indices[row, key // page] * page + key % page
+        is_seen = position <= last_position[row]
+        return is_seen if window is None else is_seen & (position > last_position[row] - window)
 
     count = ((used + (page - 1)) // page).to(torch.int32)[:, None, None]
-    listed = torch.nn.functional.pad(table, (0, num_pages - width))[:, None, None]
+    page_lists = torch.nn.functional.pad(table, (0, num_pages - width))[:, None, None]
     lengths = (1, num_pages * page)
     return BlockMask.from_kv_blocks(
         count,
-        listed,
+        page_lists,
         BLOCK_SIZE=(BLOCK, page),
         mask_mod=is_visible,
         seq_lengths=lengths,
@@ -254,7 +257,7 @@ def build_page_mask(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """Return attention of q [B, heads, T, dim] over k and v [B or 1, kv_heads, U, dim]."""
-    settings: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": 1.0,
         "block_mask": mask,
         "enable_gqa": q.shape[1] != k.shape[1],
@@ -262,11 +265,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec
     scale = torch.full(
         (), spec.scale, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)
     )
-    settings["score_mod"] = _build_score_mod(scale, spec.softcap)
+    options["score_mod"] = _build_score_mod(scale, spec.softcap)
     if _is_unfused(q.device):
-        return flex_attention(q, k, v, **settings)
+        return flex_attention(q, k, v, **options)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        return _compile()(q, k, v, **settings)
+        return _compile()(q, k, v, **options)
 
 
 def _is_unfused(device: torch.device) -> bool:
@@ -278,7 +281,7 @@ def _compile() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _build_score_mod(scale: Tensor, softcap: float | None) -> Mod:
+def _build_score_mod(scale: Tensor, softcap: float | None) -> Modifier:
     """Return the function that scales attention scores and applies the soft cap.
 
     The scale is a tensor, so layers that differ only in the scale share compiled code.

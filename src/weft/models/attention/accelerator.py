@@ -19,39 +19,39 @@ from weft.models.attention.contexts import AttentionInputs, Dense, Prefixed
 from weft.models.kv.pages import Paged
 
 
-def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
+def attend_dense(inputs: AttentionInputs, context: Dense) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim]."""
-    q = given.q
-    k = given.k
-    v = given.v
-    spec = given.spec
-    if given.has_dropout:
-        return rectangles.attend_dense(given, context)
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    spec = inputs.spec
+    if inputs.has_dropout:
+        return rectangles.attend_dense(inputs, context)
     if spec.softcap is not None and flex.serves(q.device, q.shape[2]):
         return flex.attend_packed(q, k, v, _prepare_mask(context, len(q), spec.window), spec)
     if supports_flash(q, spec):
-        return flash.attend_packed(
-            q, k, v, VarlenLengths(*(context.cu_seqlens,) * 2, *(context.max_len,) * 2), spec
-        )
-    return rectangles.attend_dense(given, context)
+        bounds = context.cu_seqlens
+        lengths = VarlenLengths(bounds, bounds, context.max_len, context.max_len)
+        return flash.attend_packed(q, k, v, lengths, spec)
+    return rectangles.attend_dense(inputs, context)
 
 
-def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
+def attend_prefixed(inputs: AttentionInputs, context: Prefixed) -> Tensor:
     """Return causal attention [T, heads, dim] over sequences, some of which share a prefix."""
-    mask = _prepare_mask(context, len(given.q), given.spec.window)
-    return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
+    mask = _prepare_mask(context, len(inputs.q), inputs.spec.window)
+    return flex.attend_packed(inputs.q, inputs.k, inputs.v, mask, inputs.spec)
 
 
-def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
+def attend_paged(inputs: AttentionInputs, context: Paged) -> Tensor:
     """Return the attention output of the new tokens, [T, heads, dim].
 
     The new tokens attend to the keys and values stored in the pages, which must already include
-    their own.
+    those of the new tokens.
     """
-    q = given.q
-    spec = given.spec
+    q = inputs.q
+    spec = inputs.spec
     pool = context.pool
-    layer = given.layer
+    layer = inputs.layer
     history = context.history
     # In a decode step, read the pages directly.
     if history is None:
@@ -65,7 +65,7 @@ def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
                 context.table, context.used, size, spec.window
             )
         return flex.attend_paged(q, keys, values, context.masks[spec.window], spec)
-    # Copy the keys and values of all tokens, which is cheap compared to the products of a prefill.
+    # In a prefill, copy the keys and values of all tokens, which is cheap compared to the products.
     keys, values = pool.read(layer, history)
     if supports_flash(q, spec):
         lengths = VarlenLengths(
@@ -75,12 +75,12 @@ def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
     # Without flash attention, compute row by row.
     outputs = []
     bounds = history.cu_seqlens.tolist()
-    for new, old in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):
-        rows, k, v = (
+    for new_span, key_span in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):
+        row_q, row_k, row_v = (
             x[slice(*span)].transpose(0, 1)[None]
-            for x, span in ((q, new), (keys, old), (values, old))
+            for x, span in ((q, new_span), (keys, key_span), (values, key_span))
         )
-        outputs.append(rectangles.attend_tail(rows, k, v, spec)[0].transpose(0, 1))
+        outputs.append(rectangles.attend_tail(row_q, row_k, row_v, spec)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -97,10 +97,10 @@ def _prepare_mask(context: Dense | Prefixed, length: int, window: int | None) ->
     """
     if window not in context.masks:
         if isinstance(context, Prefixed):
-            joins = [(join.prefix, join.continuation) for join in context.continuations]
+            continuations = [(each.prefix, each.continuation) for each in context.continuations]
         else:
-            joins = []
+            continuations = []
         context.masks[window] = flex.build_pack_mask(
-            context.dense.cu_seqlens, joins, length, window
+            context.dense.cu_seqlens, continuations, length, window
         )
     return context.masks[window]

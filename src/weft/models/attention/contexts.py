@@ -1,4 +1,4 @@
-"""Inputs of attention: contexts, which define the keys to which each token of a pack attends.
+"""Inputs of attention, and contexts, which define the keys to which each token of a pack attends.
 
 A pack is the concatenation of the tokens of several sequences. `Dense` is for whole sequences, and
 `Prefixed` is for sequences that share prefixes. For new tokens of cached sequences, the caches
@@ -20,9 +20,10 @@ from torch import Tensor
 from weft.kernels import AttentionSpec
 from weft.models.network.dropout import TokenDropout
 
-# Largest share of padding in a bucket: more padding costs more than a saved kernel launch gains.
+# Largest share of padding in a bucket. With more padding, a separate bucket would be faster,
+# although it needs another kernel launch.
 PADDING_SHARE = 0.25
-SHORT = 16  # sequences up to this length share a bucket, however much padding they need
+SHORT = 16  # sequences up to this length share a bucket, regardless of the padding
 
 
 class AttentionContext(Protocol):
@@ -54,14 +55,14 @@ class AttentionInputs:
 
     `q` is [T, heads, dim]; `k` and `v` are [T, kv_heads, dim], and heads is a multiple of kv_heads.
     Query head h uses key-value head h // (heads / kv_heads). Rotary positions are already applied
-    to `q` and `k`. `layer` is the index of the layer in the whole network.
+    to `q` and `k`. `layer` is the index of the layer in the whole network, from 0.
     """
 
-    q: Tensor  # [T, heads, dim]
-    k: Tensor  # [T, kv_heads, dim]
-    v: Tensor  # [T, kv_heads, dim]
+    q: Tensor
+    k: Tensor
+    v: Tensor
     spec: AttentionSpec
-    layer: int  # number in the whole network, from 0
+    layer: int
     dropout: TokenDropout | None = None
 
     @property
@@ -85,11 +86,8 @@ class SequenceBucket:
             None.
     """
 
-    # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
     index: Tensor
-    # int64 [tokens]: cells (row-major) that are not padding; None if no cell is padding
     valid: Tensor | None
-    # (start, stop) if the cells are the tokens from start to stop, in order; else None
     span: tuple[int, int] | None
 
     @cached_property
@@ -118,12 +116,12 @@ class Dense:
 
     Sequence s consists of the tokens `cu_seqlens[s]:cu_seqlens[s + 1]` of the pack, and `max_len`
     is the length of the longest sequence. `num_tokens` is the total number of tokens, or None if
-    this number is stored only on the device.
+    this number is stored only on the device; the host must wait for the device to read it.
     """
 
     cu_seqlens: Tensor  # int32 [S + 1]
     max_len: int
-    num_tokens: int | None = None  # None if the host does not know it and would wait for the device
+    num_tokens: int | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -166,7 +164,9 @@ class Dense:
         The columns are the first query, the number of queries, the first key and the number of
         keys.
         """
-        return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
+        return torch.tensor(
+            [(start, stop - start, start, stop - start) for start, stop in pairwise(self.starts)]
+        )
 
     @cached_property
     def buckets(self) -> list[SequenceBucket]:
@@ -185,10 +185,9 @@ class Dense:
         """
         order = []
         for members in _group_by_length(self.starts):
-            for s in members:
-                for t in (self.starts[s], self.starts[s + 1]):
-                    order.append(t)
-        if all(a <= b for a, b in pairwise(order)):
+            for sequence in members:
+                order += [self.starts[sequence], self.starts[sequence + 1]]
+        if all(left <= right for left, right in pairwise(order)):
             return None
         return torch.argsort(torch.cat([bucket.tokens for bucket in self.buckets]))
 
@@ -211,13 +210,14 @@ class Prefixed:
 
     The pack consists of segments: prefixes, continuations of prefixes, and whole sequences. A token
     attends causally within its segment. A token of a continuation also attends to the whole prefix.
-    `dense` is a context with one sequence per segment, and `continuations` says which tokens
-    continue which prefix. `last_tokens`, int64 [S], are the indices of each sequence's last token.
+    `dense` is a context with one sequence per segment, and `continuations` lists each prefix with
+    the tokens that continue it. `last_tokens`, int64 [S], are the indices of each sequence's last
+    token.
     """
 
-    dense: Dense  # the segments
+    dense: Dense
     continuations: tuple[PrefixContinuation, ...]
-    last_tokens: Tensor  # int64 [S]: index of each sequence's last token
+    last_tokens: Tensor
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
@@ -242,8 +242,12 @@ class Prefixed:
         keys. The queries are the tokens that continue the prefix, and the keys are the tokens of
         the prefix.
         """
-        spans = [(*join.continuation, *join.prefix) for join in self.continuations]
-        return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
+        rows = []
+        for each in self.continuations:
+            first_query, query_stop = each.continuation
+            first_key, key_stop = each.prefix
+            rows.append((first_query, query_stop - first_query, first_key, key_stop - first_key))
+        return torch.tensor(rows)
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
@@ -255,14 +259,10 @@ class Prefixed:
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = []
-        for j in self.continuations:
-            across.append(
-                AttentionPart(
-                    _build_span_bucket(*j.continuation, device),
-                    _build_span_bucket(*j.prefix, device),
-                    causal=False,
-                )
-            )
+        for each in self.continuations:
+            queries = _build_span_bucket(*each.continuation, device)
+            keys = _build_span_bucket(*each.prefix, device)
+            across.append(AttentionPart(queries, keys, causal=False))
         return (*within, *across)
 
 
@@ -273,16 +273,17 @@ def _group_by_length(starts: list[int]) -> list[list[int]]:
     """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []
-    room = 0  # cells of padding that the last bucket can still have
-    for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
+    spare_padding = 0  # padding that the last group can still have, in tokens
+    nonempty = [sequence for sequence, length in enumerate(lengths) if length]
+    for sequence in sorted(nonempty, key=lambda sequence: -lengths[sequence]):
         longest = lengths[groups[-1][0]] if groups else 0
-        padding = longest - lengths[s]
-        if groups and (longest <= SHORT or padding <= room + PADDING_SHARE * longest):
-            room += int(PADDING_SHARE * longest) - padding
-            groups[-1].append(s)
+        padding = longest - lengths[sequence]
+        if groups and (longest <= SHORT or padding <= spare_padding + PADDING_SHARE * longest):
+            spare_padding += int(PADDING_SHARE * longest) - padding
+            groups[-1].append(sequence)
         else:
-            groups.append([s])
-            room = 0
+            groups.append([sequence])
+            spare_padding = 0
     return [sorted(members) for members in groups]
 
 
@@ -292,14 +293,15 @@ def _build_span_bucket(start: int, stop: int, device: torch.device) -> SequenceB
 
 
 def _build_bucket(starts: list[int], members: list[int], device: torch.device) -> SequenceBucket:
-    lengths = torch.tensor([starts[s + 1] - starts[s] for s in members])
-    first = torch.tensor([starts[s] for s in members])
+    """Return the bucket of the sequences with the indices `members`, which are ascending."""
+    lengths = torch.tensor([starts[sequence + 1] - starts[sequence] for sequence in members])
+    first = torch.tensor([starts[sequence] for sequence in members])
     longest = int(lengths.max())
     offsets = torch.arange(longest)
     index = first[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
     if bool((lengths == longest).all()):
         span = (starts[members[0]], starts[members[-1] + 1])
-        adjoining = span[1] - span[0] == index.numel()
-        return SequenceBucket(index.to(device), None, span if adjoining else None)
+        is_contiguous = span[1] - span[0] == index.numel()
+        return SequenceBucket(index.to(device), None, span if is_contiguous else None)
     valid = (offsets < lengths[:, None]).flatten().nonzero().flatten()
     return SequenceBucket(index.to(device), valid.to(device), None)

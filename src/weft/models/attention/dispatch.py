@@ -28,7 +28,7 @@ from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
 
-# `kernels`: weft's CPU kernels support these queries, keys and values.
+# `kernels`: a CPU, with queries, keys and values that weft's CPU kernels support.
 Device = Literal["kernels", "cpu", "accelerator"]
 Backend = Callable[[AttentionInputs, Any], Tensor]
 
@@ -47,20 +47,18 @@ def attend_heads(
     `heads` is [T, n + 2 kv_heads, dim], with n query heads: queries, keys and values, in this order
     and before rotation. `rotation` is (cos, sin) from `weft.models.network.rope`.
     """
-    by_kernels = kernels.serves_attention(heads, heads, heads) and not _has_softcap_or_dropout(
+    use_kernels = kernels.serves_attention(heads, heads, heads) and not _has_softcap_or_dropout(
         spec, dropout
     )
-    if by_kernels and isinstance(context, Dense | Prefixed):
-        return kernels.attend_segments(
-            heads, kv_heads, rotation, build_segments(context, spec), spec.scale
-        )
+    # For whole sequences, one of weft's kernels also rotates the heads.
+    if use_kernels and isinstance(context, Dense | Prefixed):
+        segments = build_segments(context, spec)
+        return kernels.attend_segments(heads, kv_heads, rotation, segments, spec.scale)
+    # On an accelerator, one kernel splits the heads and rotates them.
     if rotation is not None and not heads.is_cpu:
-        return attend(
-            AttentionInputs(
-                *kernels.rotate_heads(heads, kv_heads, *rotation), spec, layer, dropout
-            ),
-            context,
-        )
+        q, k, v = kernels.rotate_heads(heads, kv_heads, *rotation)
+        return attend(AttentionInputs(q, k, v, spec, layer, dropout), context)
+    # Otherwise, rotate queries and keys together, and then split them.
     qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
     if v.requires_grad:
         v = v.contiguous()  # saved for the backward pass; a view would keep all heads in memory
@@ -70,23 +68,23 @@ def attend_heads(
     return attend(AttentionInputs(q, k, v, spec, layer, dropout), context)
 
 
-def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
+def attend(inputs: AttentionInputs, context: AttentionContext) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim].
 
     If the sequences are cached, the new keys and values are first stored in the cache, and
     attention also covers the cached tokens.
     """
-    device: Device = "cpu" if given.q.is_cpu else "accelerator"
-    if kernels.serves_attention(given.q, given.k, given.v) and not _has_softcap_or_dropout(
-        given.spec, given.dropout
-    ):
+    device: Device = "cpu" if inputs.q.is_cpu else "accelerator"
+    use_kernels = kernels.serves_attention(inputs.q, inputs.k, inputs.v)
+    if use_kernels and not _has_softcap_or_dropout(inputs.spec, inputs.dropout):
         device = "kernels"
-    return BACKENDS[type(context), device](given, context)
+    return BACKENDS[type(context), device](inputs, context)
 
 
 def build_segments(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
     """Return the segments that define the keys to which each row of a pack attends."""
-    if isinstance(context, Prefixed):  # no window: no sequence is longer than one here
+    if isinstance(context, Prefixed):
+        # Prefixes are shared only if no sequence is longer than the window, so no window is needed.
         return VarlenSegments(context.dense.segments, context.prefix_segments)
     return VarlenSegments(context.segments, None, spec.window)
 
@@ -96,37 +94,37 @@ def _has_softcap_or_dropout(spec: AttentionSpec, dropout: TokenDropout | None) -
     return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
 
 
-def _attend_by_segments(given: AttentionInputs, context: Dense | Prefixed) -> Tensor:
-    heads = torch.cat([given.q, given.k, given.v], dim=1)
-    segments = build_segments(context, given.spec)
-    return kernels.attend_segments(heads, given.k.shape[1], None, segments, given.spec.scale)
+def _attend_by_segments(inputs: AttentionInputs, context: Dense | Prefixed) -> Tensor:
+    heads = torch.cat([inputs.q, inputs.k, inputs.v], dim=1)
+    segments = build_segments(context, inputs.spec)
+    return kernels.attend_segments(heads, inputs.k.shape[1], None, segments, inputs.spec.scale)
 
 
-def _attend_by_cascade(given: AttentionInputs, context: Prefixed) -> Tensor:
-    return cached.attend(given.q, given.k, given.v, context.parts, given.spec.scale)
+def _attend_by_cascade(inputs: AttentionInputs, context: Prefixed) -> Tensor:
+    return cached.attend(inputs.q, inputs.k, inputs.v, context.parts, inputs.spec.scale)
 
 
 def _with_cache_write(backend: Backend) -> Backend:
     """Return a backend that stores the new keys and values in the cache and then calls `backend`."""
 
-    def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
-        context.cache.write(given.layer, context, given.k, given.v)
-        return backend(given, context)
+    def attend_stored(inputs: AttentionInputs, context: Cached) -> Tensor:
+        context.cache.write(inputs.layer, context, inputs.k, inputs.v)
+        return backend(inputs, context)
 
     return attend_stored
 
 
-def _attend_cached_on_accelerator(given: AttentionInputs, context: Cached) -> Tensor:
+def _attend_cached_on_accelerator(inputs: AttentionInputs, context: Cached) -> Tensor:
     if context.max_len > 1 and context.is_first_prefill:
-        return accelerator.attend_dense(given, context.dense)
-    return cached.attend_by_torch(given, context)
+        return accelerator.attend_dense(inputs, context.dense)
+    return cached.attend_by_torch(inputs, context)
 
 
-def _attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
-    context.pool.write(given.layer, context, given.k, given.v)
+def _attend_paged(inputs: AttentionInputs, context: Paged) -> Tensor:
+    context.pool.write(inputs.layer, context, inputs.k, inputs.v)
     if context.is_first_prefill:
-        return attend(given, context.dense)
-    return accelerator.attend_paged(given, context)
+        return attend(inputs, context.dense)
+    return accelerator.attend_paged(inputs, context)
 
 
 BACKENDS: Mapping[tuple[type, Device], Backend] = {

@@ -23,18 +23,18 @@ from weft.kernels import AttentionSpec
 from weft.models.attention.contexts import AttentionInputs, Dense, SequenceBucket
 
 
-def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
+def attend_dense(inputs: AttentionInputs, context: Dense) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim]."""
     outputs = []
     for bucket in context.buckets:
-        dropped = partial(_drop_weights, given, bucket) if given.has_dropout else None
-        cells = (_to_cells(given.q, bucket), _to_cells(given.k, bucket), _to_cells(given.v, bucket))
-        out = attend_causal(*cells, given.spec, dropped).transpose(1, 2).flatten(0, 1)
-        outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
-    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        drop = partial(_drop_weights, inputs, bucket) if inputs.has_dropout else None
+        q, k, v = (pad_to_rectangle(x, bucket) for x in (inputs.q, inputs.k, inputs.v))
+        padded = attend_causal(q, k, v, inputs.spec, drop).transpose(1, 2).flatten(0, 1)
+        outputs.append(padded if bucket.valid is None else padded.index_select(0, bucket.valid))
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if context.cell_positions is None:
-        return joined
-    return joined.index_select(0, context.cell_positions)
+        return output
+    return output.index_select(0, context.cell_positions)
 
 
 def attend_causal(
@@ -50,20 +50,20 @@ def attend_causal(
     tokens. `drop`, if given, applies dropout to the attention weights.
     """
     length = q.shape[2]
-    tail = kernels.in_vectors(length, q.device) - length
-    if tail and drop is None:
-        q = F.pad(q, (0, 0, 0, tail))
-        k = F.pad(k, (0, 0, 0, tail))
-        v = F.pad(v, (0, 0, 0, tail))
-    limited = spec.window is not None and spec.window < length
-    if spec.softcap is None and not limited and drop is None:
-        shared = q.shape[1] != k.shape[1]
+    padding = kernels.in_vectors(length, q.device) - length
+    if padding and drop is None:
+        q = F.pad(q, (0, 0, 0, padding))
+        k = F.pad(k, (0, 0, 0, padding))
+        v = F.pad(v, (0, 0, 0, padding))
+    has_window = spec.window is not None and spec.window < length
+    if spec.softcap is None and not has_window and drop is None:
+        has_groups = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=shared
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=has_groups
         )
     else:
-        places = torch.arange(q.shape[2], device=q.device)
-        out = attend_masked(q, k, v, is_visible(places[:, None], places, spec), spec, drop)
+        positions = torch.arange(q.shape[2], device=q.device)
+        out = attend_masked(q, k, v, is_visible(positions[:, None], positions, spec), spec, drop)
     return out[:, :, :length]
 
 
@@ -82,17 +82,18 @@ def attend_tail(
     count = q.shape[2]
     length = k.shape[2]
     padding = kernels.in_vectors(length, q.device) - length
-    places = torch.arange(length + padding, device=q.device)
+    positions = torch.arange(length + padding, device=q.device)
+    # On a CPU, add queries that see all keys, for the same rounding as with many queries.
     if q.device.type == "cpu":
-        more = max(0, kernels.LEAST_QUERIES - count)
+        extra_rows = max(0, kernels.LEAST_QUERIES - count)
     else:
-        more = 0
-    seen = is_visible(places[length - count : length, None], places, spec)
-    q = F.pad(q, (0, 0, 0, more))
-    seen = F.pad(seen, (0, 0, 0, more), value=True)
-    return attend_masked(
-        q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop
-    )[:, :, :count]
+        extra_rows = 0
+    mask = is_visible(positions[length - count : length, None], positions, spec)
+    q = F.pad(q, (0, 0, 0, extra_rows))
+    mask = F.pad(mask, (0, 0, 0, extra_rows), value=True)
+    k = F.pad(k, (0, 0, 0, padding))
+    v = F.pad(v, (0, 0, 0, padding))
+    return attend_masked(q, k, v, mask, spec, drop)[:, :, :count]
 
 
 def is_visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
@@ -101,32 +102,32 @@ def is_visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
     A position attends to itself and to earlier positions, within the window of `spec`. The two
     tensors are broadcast.
     """
-    seen = key <= query
-    return seen if spec.window is None else seen & (key > query - spec.window)
+    is_causal = key <= query
+    return is_causal if spec.window is None else is_causal & (key > query - spec.window)
 
 
 def attend_masked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor,
+    mask: Tensor,
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention as `attend_causal` does, but over the keys selected by the mask `seen`.
+    """Compute attention as `attend_causal` does, but over the keys for which `mask` is True.
 
-    `seen` is bool and broadcasts to [n, heads, rows, keys].
+    `mask` is bool and broadcasts to [n, heads, rows, keys].
     """
-    shared = q.shape[1] != k.shape[1]
+    has_groups = q.shape[1] != k.shape[1]
     if spec.softcap is None and drop is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=shared
+            q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=has_groups
         )
     k, v = repeat_kv_heads(q, k, v)
     logits = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
     if spec.softcap is not None:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
-    logits = logits.masked_fill(~seen, float("-inf"))
+    logits = logits.masked_fill(~mask, float("-inf"))
     softmax_dtype = torch.promote_types(q.dtype, torch.float32)
     weights = torch.softmax(logits, dim=-1, dtype=softmax_dtype).to(q.dtype)
     return torch.matmul(weights if drop is None else drop(weights), v)
@@ -140,19 +141,19 @@ def repeat_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def _drop_weights(given: AttentionInputs, bucket: SequenceBucket, weights: Tensor) -> Tensor:
-    assert given.dropout is not None
-    return given.dropout.drop_weights(weights, given.spec.dropout, bucket.index)
+def _drop_weights(inputs: AttentionInputs, bucket: SequenceBucket, weights: Tensor) -> Tensor:
+    assert inputs.dropout is not None
+    return inputs.dropout.drop_weights(weights, inputs.spec.dropout, bucket.index)
 
 
-def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
+def pad_to_rectangle(x: Tensor, bucket: SequenceBucket) -> Tensor:
     """Return the tokens of the sequences in `bucket` as a padded rectangle, [n, heads, L, dim].
 
     x [T, heads, dim] contains all tokens of the pack. The result is a view of x and not a copy if
     the rectangle consists of consecutive tokens.
     """
     if bucket.span is None:
-        cells = x.index_select(0, bucket.index.flatten())
+        tokens = x.index_select(0, bucket.index.flatten())
     else:
-        cells = x[bucket.span[0] : bucket.span[1]]
-    return cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
+        tokens = x[bucket.span[0] : bucket.span[1]]
+    return tokens.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)

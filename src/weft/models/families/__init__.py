@@ -1,13 +1,12 @@
 """Families of Hugging Face checkpoints, with one module per family.
 
-The package also defines upper limits of the sizes in a config.json; larger values are treated as
-mistakes.
+The constants are the upper limits of sizes in a config.json; larger values are treated as mistakes.
 """
 
 from __future__ import annotations
 
-MOST = 2**31  # all sizes are below this
-LAYERS = ("num_hidden_layers", "n_layer")
+SIZE_LIMIT = 2**31  # exclusive
+LAYER_KEYS = ("num_hidden_layers", "n_layer")  # keys of the number of layers
 MOST_LAYERS = 2**14
 MOST_EXPERTS = 2**14
 MOST_WEIGHTS = 1e14

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.families import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
+from weft.models.families import LAYER_KEYS, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS, SIZE_LIMIT
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import explain_read_errors
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
 }
 
-# Keys of config.json that describe the file, not what the network computes. Saving writes new ones.
+# Keys of config.json that describe the file and not the network; they are rewritten on saving.
 REWRITTEN_KEYS = frozenset(
     {
         "architectures",
@@ -67,16 +67,13 @@ class Family:
     """
 
     name: str
-    causal_lm: str  # class of `transformers` that config.json names for an lm head
-    classifier: str | None  # class for value and score heads; None if there is none
-    # start of all tensor names except the head's; absent in checkpoints without a head
+    causal_lm: str
+    classifier: str | None
     prefix: str
     read_config: Callable[[ConfigReader], TransformerConfig]
     write_config: Callable[[TransformerConfig], dict[str, Any]]
-    # key templates of all parameters except `score.weight`
     keys: Callable[[TransformerConfig], tuple[Key, ...]]
-    tiny: Mapping[str, Any]  # config.json of a small network for tests
-    # endings of names in old checkpoints that are not parameters
+    tiny: Mapping[str, Any]
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     score: str = "score.weight"
 
@@ -116,7 +113,7 @@ class Family:
         keys = self.keys(config)
         if head != "lm":
             keys = (
-                *(k for k in keys if not k.name.startswith("head.")),
+                *(key for key in keys if not key.name.startswith("head.")),
                 Key("score.weight", self.score, "head"),
             )
         return KeyMap.from_templates(keys, config.num_layers)
@@ -126,8 +123,8 @@ class Family:
 class ConfigReader:
     """Reader of a config.json that records which keys have been read.
 
-    Keys that the family never reads are kept in `TransformerConfig.extra`, so that they are written
-    back unchanged.
+    Keys that the family never reads are kept in `TransformerConfig.extra` and written back
+    unchanged.
     """
 
     family: str
@@ -144,11 +141,11 @@ class ConfigReader:
         value = self.raw.get(key)
         if value is None:
             return default
-        wrong = describe_problem(value, default)
-        if not wrong and key in LAYERS and value > MOST_LAYERS:
-            wrong = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
-        if wrong:
-            raise CheckpointError(f"{key}={value!r}: {wrong}")
+        problem = describe_problem(value, default)
+        if not problem and key in LAYER_KEYS and value > MOST_LAYERS:
+            problem = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
+        if problem:
+            raise CheckpointError(f"{key}={value!r}: {problem}")
         return value
 
     def need(self, key: str) -> Any:
@@ -195,39 +192,36 @@ class ConfigReader:
             "quantization_config",
             "weft trains and runs unquantized weights; load the unquantized model",
         )
-        result: dict[str, Any] = {}
-        for k, v in self.raw.items():
-            if k not in self.requested_keys and k not in REWRITTEN_KEYS:
-                result[k] = v
-        return result
+        left_out = self.requested_keys | REWRITTEN_KEYS
+        return {key: value for key, value in self.raw.items() if key not in left_out}
 
 
 def describe_problem(value: Any, default: Any) -> str | None:
-    """Return a description of what is wrong with a value, or None if the value is valid.
+    """Return a description of the problem with a value, or None if the value is valid.
 
     A valid value has the type of `default`. Numbers must also be in range: integers must be
     positive and not too large, and floats must be finite and not negative.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
-        fits = value in (True, False)
+        is_valid = value in (True, False)
         rule = "true or false"
     elif isinstance(default, int):
-        fits = isinstance(value, int) and number and 0 < value < MOST
-        rule = f"a whole number, 1 to {MOST - 1:,}"
+        is_valid = isinstance(value, int) and is_number and 0 < value < SIZE_LIMIT
+        rule = f"a whole number, 1 to {SIZE_LIMIT - 1:,}"
     elif isinstance(default, float):
-        fits = number and 0 <= value < math.inf
+        is_valid = is_number and 0 <= value < math.inf
         rule = "a finite number, 0 or more"
     elif isinstance(default, str):
-        fits = isinstance(value, str)
+        is_valid = isinstance(value, str)
         rule = "a text"
     elif isinstance(default, list):
-        fits = isinstance(value, list)
+        is_valid = isinstance(value, list)
         rule = "a list"
     else:
-        fits = default is None or isinstance(value, Mapping)
+        is_valid = default is None or isinstance(value, Mapping)
         rule = "an object"
-    return None if fits else f"it must be {rule}"
+    return None if is_valid else f"it must be {rule}"
 
 
 def check_sizes(config: TransformerConfig) -> None:

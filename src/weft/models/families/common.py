@@ -105,38 +105,41 @@ def read_rope(
     config.json does not set them. Raises `CheckpointError` for settings that the decoder does not
     support.
     """
-    given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
-    read("rope_parameters", {})
-    if given.get("rope_theta"):
-        base = _read_number(given, "rope_theta")
+    settings: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
+    read("rope_parameters", {})  # record the key as read, also if `rope_scaling` is set
+    if settings.get("rope_theta"):
+        base = _read_number(settings, "rope_theta")
     else:
         base = float(read("rope_theta", theta))
-    rotary = given.get("partial_rotary_factor")
-    if rotary:
-        share = _read_number(given, "partial_rotary_factor")
+    if settings.get("partial_rotary_factor"):
+        share = _read_number(settings, "partial_rotary_factor")
     else:
         share = read("partial_rotary_factor", partial)
     dim = int(head_dim * share)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = settings.get("rope_type") or settings.get("type") or "default"
     original = read("original_max_position_embeddings", positions)
     if (
-        given.get("original_max_position_embeddings")
+        settings.get("original_max_position_embeddings")
         and "original_max_position_embeddings" not in read.raw
     ):
-        original = int(_read_number(given, "original_max_position_embeddings"))
-    if any(isinstance(value, Mapping) for value in given.values()):
+        original = int(_read_number(settings, "original_max_position_embeddings"))
+    if any(isinstance(value, Mapping) for value in settings.values()):
         raise CheckpointError(
             "has different rotary settings for different types of layers; use backend=hf"
         )
     try:
-        scaling, values = _read_scaling(kind, given, original, positions)
-    except KeyError as missing:
-        raise CheckpointError(f"rope_scaling of type {kind!r} lacks {missing}") from None
+        scaling, values = _read_scaling(kind, settings, original, positions)
+    except KeyError as error:
+        raise CheckpointError(f"rope_scaling of type {kind!r} lacks {error}") from None
     return Rope(base, dim, scaling, values)
 
 
-def _read_number(given: Mapping[str, Any], name: str) -> float:
-    value = given[name]
+def _read_number(settings: Mapping[str, Any], name: str) -> float:
+    """Return the value of a setting, which must be a finite number above 0.
+
+    Raises `CheckpointError` for other values, and `KeyError` if the setting is missing.
+    """
+    value = settings[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(
             f"{name}={value!r} in its rotary settings: it must be a finite number above 0"
@@ -145,48 +148,51 @@ def _read_number(given: Mapping[str, Any], name: str) -> float:
 
 
 def _read_scaling(
-    kind: str, given: Mapping[str, Any], original: int, positions: int
+    kind: str, settings: Mapping[str, Any], original: int, positions: int
 ) -> tuple[str, dict[str, Any]]:
+    """Return the scaling scheme and its values, as in `Rope`, for a `rope_type` of transformers.
+
+    `original` is the number of positions in the original training, and `positions` is the maximum
+    number of positions. Raises `CheckpointError` for an unknown type, and `KeyError` if a setting
+    is missing.
+    """
     if kind == "default":
         return "none", {}
     if kind == "linear":
-        return "linear", {"factor": _read_number(given, "factor")}
+        return "linear", {"factor": _read_number(settings, "factor")}
     if kind == "dynamic":
-        return "dynamic", {"factor": _read_number(given, "factor"), "original": positions}
+        return "dynamic", {"factor": _read_number(settings, "factor"), "original": positions}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return "llama3", {
-            **{name: _read_number(given, name) for name in names},
+            **{name: _read_number(settings, name) for name in names},
             "original": original,
         }
-    if kind == "yarn":
-        if given.get("factor"):
-            factor = _read_number(given, "factor")
+    if kind in ("yarn", "longrope"):
+        if settings.get("factor"):
+            factor = _read_number(settings, "factor")
         else:
             factor = positions / original
+    if kind == "yarn":
         return "yarn", {
             "factor": factor,
             "original": original,
-            "beta_fast": given.get("beta_fast") or 32,
-            "beta_slow": given.get("beta_slow") or 1,
-            "truncate": given.get("truncate", True),
-            "attention_factor": given.get("attention_factor")
-            or _compute_yarn_attention(factor, given),
+            "beta_fast": settings.get("beta_fast") or 32,
+            "beta_slow": settings.get("beta_slow") or 1,
+            "truncate": settings.get("truncate", True),
+            "attention_factor": settings.get("attention_factor")
+            or _compute_yarn_attention(factor, settings),
         }
     if kind == "longrope":
-        if given.get("factor"):
-            factor = _read_number(given, "factor")
-        else:
-            factor = positions / original
         if factor > 1:
-            default = math.sqrt(1 + math.log(factor) / math.log(original))
+            default_factor = math.sqrt(1 + math.log(factor) / math.log(original))
         else:
-            default = 1.0
+            default_factor = 1.0
         return "longrope", {
-            "short_factor": list(given["short_factor"]),
-            "long_factor": list(given["long_factor"]),
+            "short_factor": list(settings["short_factor"]),
+            "long_factor": list(settings["long_factor"]),
             "original": original,
-            "attention_factor": given.get("attention_factor") or default,
+            "attention_factor": settings.get("attention_factor") or default_factor,
         }
     known = "default, linear, dynamic, llama3, yarn, longrope"
     raise CheckpointError(
@@ -194,19 +200,19 @@ def _read_scaling(
     )
 
 
-def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
+def _compute_yarn_attention(factor: float, settings: Mapping[str, Any]) -> float:
     """Return YaRN's attention factor for a context that is extended `factor` times.
 
     This is sqrt(1/t) in equation 15 of the paper (Peng et al. 2023), where t is the softmax
-    temperature. DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if `given`
-    has them.
+    temperature. DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if
+    `settings` has them.
     """
 
     def compute_scale(multiplier: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return compute_scale(given["mscale"]) / compute_scale(given["mscale_all_dim"])
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        return compute_scale(settings["mscale"]) / compute_scale(settings["mscale_all_dim"])
     return compute_scale(1.0)
 
 
@@ -234,21 +240,21 @@ def layer_windows(
     If it is absent, layer i has a window if `sliding[i]` is True. Raises `CheckpointError` if
     `layer_types` has an unknown type or the wrong length.
     """
-    kinds = read("layer_types", None)
-    if kinds is not None:
-        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if unknown or len(kinds) != layers:
+    types = read("layer_types", None)
+    if types is not None:
+        unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
+        if unknown or len(types) != layers:
             raise CheckpointError(
-                f"layer_types contains {unknown or len(kinds)}; use backend=hf for this model"
+                f"layer_types contains {unknown or len(types)}; use backend=hf for this model"
             )
-        sliding = [kind == "sliding_attention" for kind in kinds]
-    windows = tuple(window if slides else None for slides in sliding)
-    return windows if any(w is not None for w in windows) else ()
+        sliding = [layer_type == "sliding_attention" for layer_type in types]
+    windows = tuple(window if has_window else None for has_window in sliding)
+    return windows if any(size is not None for size in windows) else ()
 
 
 def one_window(config: TransformerConfig) -> int | None:
     """Return the window size shared by all layers with a window, or None if no layer has a window."""
-    sizes = {w for w in config.windows if w is not None}
+    sizes = {size for size in config.windows if size is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None
 
@@ -351,7 +357,8 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
     keys += linear(f"{ours}.o", f"{theirs}.o_proj", bias=config.o_bias)
     if config.qk_norm is not None:
         keys += tuple(
-            tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
+            tensor(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
+            for name in ("q_norm", "k_norm")
         )
     return keys
 
@@ -380,7 +387,11 @@ def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
 def build_keys_with_norms(config: TransformerConfig, norms: Mapping[str, str]) -> tuple[Key, ...]:
     """Return the locations of all parameters in a checkpoint that differs from Llama in its norms.
 
-    `norms` maps the name of each norm of a block to its name in the checkpoint.
+    `norms` maps the name of each norm of a block in weft, such as "norm1", to its name in the
+    checkpoint.
     """
-    keys = (tensor(f"{BLOCK}.{a}.weight", f"{HF_BLOCK}.{b}.weight") for a, b in norms.items())
-    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *keys)
+    norm_keys = (
+        tensor(f"{BLOCK}.{name}.weight", f"{HF_BLOCK}.{hf_name}.weight")
+        for name, hf_name in norms.items()
+    )
+    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *norm_keys)

@@ -20,11 +20,11 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     """Return the decoder configuration for the config.json values in `read`."""
     fields = read_gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
-    alternate = [layer % 2 == 0 for layer in range(layers)]
+    has_window = [layer % 2 == 0 for layer in range(layers)]
     return TransformerConfig(
         **fields,
         placement="both",
-        windows=common.layer_windows(read, layers, read("sliding_window", 4096), alternate),
+        windows=common.layer_windows(read, layers, read("sliding_window", 4096), has_window),
         attention_scale=read("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=_read_softcap(read, "attn_logit_softcapping", 50.0),
         final_softcap=_read_softcap(read, "final_logit_softcapping", 30.0),
@@ -40,13 +40,14 @@ def _read_softcap(read: ConfigReader, key: str, default: float) -> float | None:
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values for this configuration."""
     scalar = config.scale**-2
+    # Write a whole number if only rounding errors differ from it.
+    if abs(scalar - round(scalar)) < 1e-6 * scalar:
+        scalar = round(scalar)
     return common.llama_values(config, act="hidden_activation") | {
         "attention_bias": config.qkv_bias,
         "sliding_window": common.one_window(config),
         "layer_types": common.layer_types(config),
-        "query_pre_attn_scalar": round(scalar)
-        if abs(scalar - round(scalar)) < 1e-6 * scalar
-        else scalar,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }

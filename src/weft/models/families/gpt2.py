@@ -100,18 +100,20 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     block = common.BLOCK
-    theirs = "transformer.h.{i}"
+    hf_block = "transformer.h.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     return (
         *build_gpt2_end_keys(config),
-        *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
+        *common.norm(f"{block}.norm1", f"{hf_block}.ln_1", config),
         *common.fused(
-            qkv, f"{theirs}.attn.c_attn", (config.hidden_size,) * 3, bias=True, transpose=True
+            qkv, f"{hf_block}.attn.c_attn", (config.hidden_size,) * 3, bias=True, transpose=True
         ),
-        *common.linear(f"{block}.attention.o", f"{theirs}.attn.c_proj", bias=True, transpose=True),
-        *common.norm(f"{block}.norm2", f"{theirs}.ln_2", config),
-        *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.c_fc", bias=True, transpose=True),
-        *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.c_proj", bias=True, transpose=True),
+        *common.linear(
+            f"{block}.attention.o", f"{hf_block}.attn.c_proj", bias=True, transpose=True
+        ),
+        *common.norm(f"{block}.norm2", f"{hf_block}.ln_2", config),
+        *common.linear(f"{block}.mlp.up", f"{hf_block}.mlp.c_fc", bias=True, transpose=True),
+        *common.linear(f"{block}.mlp.down", f"{hf_block}.mlp.c_proj", bias=True, transpose=True),
     )
 
 

@@ -35,20 +35,24 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     key-value heads as query heads, the rows of q, k and v alternate head by head.
     """
     block = common.BLOCK
-    theirs = "transformer.h.{i}"
-    size = config.head_dim
+    hf_block = "transformer.h.{i}"
+    head_dim = config.head_dim
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
-    shared = config.num_kv_heads == 1
-    sizes = (config.hidden_size, size, size) if shared else (size, size, size)
-    blocks = 1 if shared else config.num_heads
+    is_multi_query = config.num_kv_heads == 1
+    sizes = (
+        (config.hidden_size, head_dim, head_dim)
+        if is_multi_query
+        else (head_dim, head_dim, head_dim)
+    )
+    blocks = 1 if is_multi_query else config.num_heads
     return (
         *build_gpt2_end_keys(config),
-        *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
-        *common.fused(qkv, f"{theirs}.attn.c_attn", sizes, blocks=blocks, bias=True),
-        *common.linear(f"{block}.attention.o", f"{theirs}.attn.c_proj", bias=True),
-        *common.norm(f"{block}.norm2", f"{theirs}.ln_2", config),
-        *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.c_fc", bias=True),
-        *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.c_proj", bias=True),
+        *common.norm(f"{block}.norm1", f"{hf_block}.ln_1", config),
+        *common.fused(qkv, f"{hf_block}.attn.c_attn", sizes, blocks=blocks, bias=True),
+        *common.linear(f"{block}.attention.o", f"{hf_block}.attn.c_proj", bias=True),
+        *common.norm(f"{block}.norm2", f"{hf_block}.ln_2", config),
+        *common.linear(f"{block}.mlp.up", f"{hf_block}.mlp.c_fc", bias=True),
+        *common.linear(f"{block}.mlp.down", f"{hf_block}.mlp.c_proj", bias=True),
     )
 
 

@@ -20,7 +20,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
     bias = read("attention_bias", True)
-    share = read("rotary_pct", 0.25)
+    rotary_share = read("rotary_pct", 0.25)
     theta = read("rotary_emb_base", 10000.0)
     return TransformerConfig(
         family=read.family,
@@ -37,7 +37,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         norm_eps=read("layer_norm_eps", 1e-5),
         activation=read.activation("hidden_act", "gelu"),
         gated=False,
-        rope=common.read_rope(read, hidden // heads, positions, theta=theta, partial=share),
+        rope=common.read_rope(read, hidden // heads, positions, theta=theta, partial=rotary_share),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
@@ -82,9 +82,9 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     block = common.BLOCK
-    theirs = "gpt_neox.layers.{i}"
+    hf_block = "gpt_neox.layers.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
-    size = (config.head_dim,) * 3
+    sizes = (config.head_dim,) * 3
     bias = config.qkv_bias
     ends = (
         common.tensor("embed.weight", "gpt_neox.embed_in.weight", "embedding"),
@@ -93,14 +93,14 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     return (
         *ends,
         *(() if config.tied else common.linear("head", "embed_out", part="head")),
-        *common.norm(f"{block}.norm1", f"{theirs}.input_layernorm", config),
+        *common.norm(f"{block}.norm1", f"{hf_block}.input_layernorm", config),
         *common.fused(
-            qkv, f"{theirs}.attention.query_key_value", size, blocks=config.num_heads, bias=bias
+            qkv, f"{hf_block}.attention.query_key_value", sizes, blocks=config.num_heads, bias=bias
         ),
-        *common.linear(f"{block}.attention.o", f"{theirs}.attention.dense", bias=bias),
-        *common.norm(f"{block}.norm2", f"{theirs}.post_attention_layernorm", config),
-        *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.dense_h_to_4h", bias=True),
-        *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.dense_4h_to_h", bias=True),
+        *common.linear(f"{block}.attention.o", f"{hf_block}.attention.dense", bias=bias),
+        *common.norm(f"{block}.norm2", f"{hf_block}.post_attention_layernorm", config),
+        *common.linear(f"{block}.mlp.up", f"{hf_block}.mlp.dense_h_to_4h", bias=True),
+        *common.linear(f"{block}.mlp.down", f"{hf_block}.mlp.dense_4h_to_h", bias=True),
     )
 
 

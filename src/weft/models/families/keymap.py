@@ -1,4 +1,4 @@
-"""Map from parameters to checkpoint tensors, in which they can be transposed, fused or split.
+"""Map from parameters to checkpoint tensors, which can store them transposed, fused or split.
 
 A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
 lists the rectangles of checkpoint tensors that contain the parameter, or any `Slice` of it. Reading
@@ -31,7 +31,7 @@ class FusedLayout:
 
     blocks: int
     sizes: tuple[int, ...]
-    index: int  # index of the parameter's run in `sizes`
+    index: int
 
     @property
     def start(self) -> int:
@@ -67,8 +67,8 @@ class Key:
         transpose: True if the checkpoint stores the matrix as [in, out].
         fused: Position of the parameter in a checkpoint tensor that contains several parameters;
             None if the tensor contains only this one.
-        experts: Number of checkpoint tensors, one per expert, that are stacked to form the
-            parameter; 0 if they are not stacked.
+        experts: Number of checkpoint tensors, one per expert, that are stacked along dimension 0 to
+            form the parameter; 0 if the parameter is not stacked.
         layer: Index of the layer; None in a template and for a parameter outside the blocks.
     """
 
@@ -77,7 +77,7 @@ class Key:
     part: NetworkPart = "block"
     transpose: bool = False
     fused: FusedLayout | None = None
-    experts: int = 0  # the parameter stacks this many tensors of the checkpoint along dim 0
+    experts: int = 0
     layer: int | None = None
 
     def bind_layer(self, layer: int) -> Key:
@@ -123,7 +123,7 @@ class CheckpointRectangle:
 def list_rectangles(
     key: Key, shape: Shape, where: Slice | None = None
 ) -> list[CheckpointRectangle]:
-    """Return where the checkpoint stores the slice `where` of a parameter, as a list of rectangles.
+    """Return the rectangles in which a checkpoint stores the slice `where` of a parameter.
 
     Each element names a rectangle of the parameter and the rectangle of a checkpoint tensor with
     the same values. The rectangles of the parameter are disjoint and together cover `where`, which
@@ -134,20 +134,18 @@ def list_rectangles(
         inner = where[1:]
         source = inner[::-1] if key.transpose else inner
         rectangles: list[CheckpointRectangle] = []
-        for e in range(where[0].start, where[0].stop):
-            rectangles.append(
-                CheckpointRectangle(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
-            )
+        for expert in range(where[0].start, where[0].stop):
+            target = (slice(expert, expert + 1), *inner)
+            hf = key.hf.format(e=expert)
+            rectangles.append(CheckpointRectangle(hf, source, target, expert=expert))
         return rectangles
     runs = key.fused.split_runs(where[0]) if key.fused else [(where[0], where[0])]
     row_rectangles = []
     for fused_rows, rows in runs:
         source = (fused_rows, *where[1:])
-        row_rectangles.append(
-            CheckpointRectangle(
-                key.hf, source[::-1] if key.transpose else source, (rows, *where[1:])
-            )
-        )
+        if key.transpose:
+            source = source[::-1]
+        row_rectangles.append(CheckpointRectangle(key.hf, source, (rows, *where[1:])))
     return row_rectangles
 
 
@@ -162,9 +160,11 @@ class KeyMap:
         """Create a map from `templates`; those with `{i}` in a name are repeated for every layer."""
         keys_by_name: dict[str, Key] = {}
         for key in templates:
-            for bound in (
-                [key.bind_layer(i) for i in range(num_layers)] if "{i}" in key.name else [key]
-            ):
+            if "{i}" in key.name:
+                bound_keys = [key.bind_layer(layer) for layer in range(num_layers)]
+            else:
+                bound_keys = [key]
+            for bound in bound_keys:
                 assert bound.name not in keys_by_name, f"two keys for {bound.name}"
                 keys_by_name[bound.name] = bound
         return cls(keys_by_name)
@@ -177,14 +177,14 @@ class KeyMap:
         return KeyMap({name: self.keys[name] for name in names})
 
     def list_names(self, part: NetworkPart | None = None, layer: int | None = None) -> list[str]:
-        """Return the names of the parameters in one part of the network or in one layer.
+        """Return the names of the parameters in `part` of the network and in layer `layer`.
 
-        By default, all names are returned.
+        None does not restrict the part or the layer.
         """
         names: list[str] = []
-        for n, k in self.keys.items():
-            if part in (None, k.part) and layer in (None, k.layer):
-                names.append(n)
+        for name, key in self.keys.items():
+            if part in (None, key.part) and layer in (None, key.layer):
+                names.append(name)
         return names
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:

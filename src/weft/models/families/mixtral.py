@@ -38,21 +38,21 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     assert config.experts is not None
-    ours = f"{common.BLOCK}.mlp"
-    theirs = f"{common.HF_BLOCK}.block_sparse_moe"
-    letters = {"gate": "w1", "down": "w2", "up": "w3"}
+    mlp = f"{common.BLOCK}.mlp"
+    hf_mlp = f"{common.HF_BLOCK}.block_sparse_moe"
+    hf_names = {"gate": "w1", "down": "w2", "up": "w3"}
     return (
         *common.llama_ends(config),
         *common.llama_attention(config),
         *common.llama_norms(config),
-        *common.linear(f"{ours}.router", f"{theirs}.gate"),
+        *common.linear(f"{mlp}.router", f"{hf_mlp}.gate"),
         *(
             Key(
-                f"{ours}.experts.{name}.weight",
-                f"{theirs}.experts.{{e}}.{w}.weight",
+                f"{mlp}.experts.{name}.weight",
+                f"{hf_mlp}.experts.{{e}}.{hf_name}.weight",
                 experts=config.experts.num,
             )
-            for name, w in letters.items()
+            for name, hf_name in hf_names.items()
         ),
     )
 

@@ -22,8 +22,8 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)
-    width = read("word_embed_proj_dim", hidden)
-    before = read("do_layer_norm_before", True)
+    embed_dim = read("word_embed_proj_dim", hidden)
+    norm_first = read("do_layer_norm_before", True)
     bias = read("enable_bias", True)
     affine = read("layer_norm_elementwise_affine", True)
     read.refuse("layerdrop", "layers are never skipped here", unless=0.0)
@@ -43,14 +43,14 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         norm_weight=affine,
         norm_bias=affine,
         norm_eps=1e-5,
-        placement="pre" if before else "after",
-        final_norm=before and not read("_remove_final_layer_norm", False),
+        placement="pre" if norm_first else "after",
+        final_norm=norm_first and not read("_remove_final_layer_norm", False),
         activation=read.activation("activation_function", "relu"),
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        embed_dim=None if width == hidden else width,
+        embed_dim=None if embed_dim == hidden else embed_dim,
         tied=read("tie_word_embeddings", True),
         initializer_range=read("init_std", 0.02),
         hidden_dropout=read("dropout", 0.1),
@@ -61,7 +61,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values for this configuration."""
-    before = config.placement == "pre"
+    norm_first = config.placement == "pre"
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -70,8 +70,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "ffn_dim": config.intermediate_size,
         "max_position_embeddings": config.max_positions,
         "word_embed_proj_dim": config.embed_dim or config.hidden_size,
-        "do_layer_norm_before": before,
-        "_remove_final_layer_norm": before and not config.final_norm,
+        "do_layer_norm_before": norm_first,
+        "_remove_final_layer_norm": norm_first and not config.final_norm,
         "enable_bias": config.qkv_bias,
         "layer_norm_elementwise_affine": config.norm_weight,
         "activation_function": to_hf_activation(config),
@@ -86,7 +86,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     block = common.BLOCK
-    theirs = "model.decoder.layers.{i}"
+    hf_block = "model.decoder.layers.{i}"
     bias = config.qkv_bias
     keys: tuple[Key, ...] = (
         common.tensor("embed.weight", "model.decoder.embed_tokens.weight", "embedding"),
@@ -99,14 +99,16 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
         keys += common.norm("norm", "model.decoder.final_layer_norm", config, "head")
     if not config.tied:
         keys += common.linear("head", "lm_head", part="head")
-    for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}.items():
-        keys += common.linear(f"{block}.attention.{ours}", f"{theirs}.self_attn.{name}", bias=bias)
+    for letter, hf_name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}.items():
+        keys += common.linear(
+            f"{block}.attention.{letter}", f"{hf_block}.self_attn.{hf_name}", bias=bias
+        )
     return (
         *keys,
-        *common.norm(f"{block}.norm1", f"{theirs}.self_attn_layer_norm", config),
-        *common.linear(f"{block}.mlp.up", f"{theirs}.fc1", bias=bias),
-        *common.linear(f"{block}.mlp.down", f"{theirs}.fc2", bias=bias),
-        *common.norm(f"{block}.norm2", f"{theirs}.final_layer_norm", config),
+        *common.norm(f"{block}.norm1", f"{hf_block}.self_attn_layer_norm", config),
+        *common.linear(f"{block}.mlp.up", f"{hf_block}.fc1", bias=bias),
+        *common.linear(f"{block}.mlp.down", f"{hf_block}.fc2", bias=bias),
+        *common.norm(f"{block}.norm2", f"{hf_block}.final_layer_norm", config),
     )
 
 

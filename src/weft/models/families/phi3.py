@@ -18,11 +18,10 @@ from weft.registry import register_hf_family
 def read_config(read: ConfigReader) -> TransformerConfig:
     """Return the decoder configuration for the config.json values in `read`."""
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
-    # Older names of longrope.
+    # "su" and "yarn" are older names of longrope.
     if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
-        renamed = {k: v for k, v in scaling.items() if k not in ("rope_type", "type")} | {
-            "rope_type": "longrope"
-        }
+        others = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+        renamed = {**others, "rope_type": "longrope"}
         read = ConfigReader(read.family, {**read.raw, "rope_scaling": renamed})
     fields = common.llama_fields(read)
     if fields["rope"].scaling not in ("none", "longrope"):
@@ -33,7 +32,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields["windows"] = common.layer_windows(
         read, layers, read("sliding_window", None), [True] * layers
     )
-    # Neither the original code nor transformers uses embd_pdrop of the configuration.
+    # `embd_pdrop` is not read, because neither the original code nor transformers uses it.
     return TransformerConfig(**fields, hidden_dropout=read("resid_pdrop", 0.0), extra=read.extra())
 
 
@@ -52,19 +51,21 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     block = common.BLOCK
-    theirs = common.HF_BLOCK
-    inner = config.num_heads * config.head_dim
-    shared = config.num_kv_heads * config.head_dim
+    hf_block = common.HF_BLOCK
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
-    width = config.intermediate_size
+    mlp_size = config.intermediate_size
     return (
         *common.llama_ends(config),
-        *common.fused(qkv, f"{theirs}.self_attn.qkv_proj", (inner, shared, shared)),
-        *common.linear(f"{block}.attention.o", f"{theirs}.self_attn.o_proj"),
+        *common.fused(qkv, f"{hf_block}.self_attn.qkv_proj", (q_size, kv_size, kv_size)),
+        *common.linear(f"{block}.attention.o", f"{hf_block}.self_attn.o_proj"),
         *common.fused(
-            (f"{block}.mlp.gate", f"{block}.mlp.up"), f"{theirs}.mlp.gate_up_proj", (width, width)
+            (f"{block}.mlp.gate", f"{block}.mlp.up"),
+            f"{hf_block}.mlp.gate_up_proj",
+            (mlp_size, mlp_size),
         ),
-        *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.down_proj"),
+        *common.linear(f"{block}.mlp.down", f"{hf_block}.mlp.down_proj"),
         *common.llama_norms(config),
     )
 

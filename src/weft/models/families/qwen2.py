@@ -23,15 +23,17 @@ def read_upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...
         window = read("sliding_window", 4096)
     else:
         window = None
-    given = read("max_window_layers", None)  # 0: all layers
-    first = 28 if given is None else given
+    first = read("max_window_layers", None)  # 0 is valid: all layers have a window
+    if first is None:
+        first = 28
     return common.layer_windows(read, layers, window, [layer >= first for layer in range(layers)])
 
 
 def write_window_values(config: TransformerConfig) -> dict[str, Any]:
     """Return the config.json values of the sliding windows."""
     window = common.one_window(config)
-    first = next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers)
+    layers = (layer for layer, size in enumerate(config.windows) if size is not None)
+    first = next(layers, config.num_layers)
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,

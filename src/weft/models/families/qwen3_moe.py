@@ -26,17 +26,19 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     else:
         window = None
     step = read("decoder_sparse_step", 1)
-    plain = set(read("mlp_only_layers", []))
-    sparse = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
-    if not any(sparse):
+    dense_layers = set(read("mlp_only_layers", []))
+    has_experts = tuple(
+        layer not in dense_layers and (layer + 1) % step == 0 for layer in range(layers)
+    )
+    if not any(has_experts):
         raise CheckpointError("leaves no layer with experts; such a model is of type qwen3")
-    other_spelling = read("num_local_experts", 0)
+    default_num = read("num_local_experts", 0)  # other spelling of `num_experts`
     experts = Experts(
-        num=read("num_experts", other_spelling) or read.need("num_experts"),
+        num=read("num_experts", default_num) or read.need("num_experts"),
         top_k=read("num_experts_per_tok", 8),
         intermediate_size=read.need("moe_intermediate_size"),
         normalize=read("norm_topk_prob", False),
-        layers=() if all(sparse) else sparse,
+        layers=() if all(has_experts) else has_experts,
     )
     fields |= {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "experts": experts}
     fields["windows"] = common.layer_windows(read, layers, window, [True] * layers)
@@ -66,33 +68,29 @@ def build_keys(config: TransformerConfig) -> tuple[Key, ...]:
     """Return the checkpoint location of every parameter."""
     experts = config.experts
     assert experts is not None
-    ours = f"{common.BLOCK}.mlp"
-    theirs = f"{common.HF_BLOCK}.mlp"
-    sparse = (
-        *common.linear(f"{ours}.router", f"{theirs}.gate"),
+    mlp = f"{common.BLOCK}.mlp"
+    hf_mlp = f"{common.HF_BLOCK}.mlp"
+    expert_keys = (
+        *common.linear(f"{mlp}.router", f"{hf_mlp}.gate"),
         *(
             Key(
-                f"{ours}.experts.{name}.weight",
-                f"{theirs}.experts.{{e}}.{name}_proj.weight",
+                f"{mlp}.experts.{name}.weight",
+                f"{hf_mlp}.experts.{{e}}.{name}_proj.weight",
                 experts=experts.num,
             )
             for name in ("gate", "up", "down")
         ),
     )
-    by_layer = (
-        key.bind_layer(layer)
-        for layer in range(config.num_layers)
-        for key in (
-            sparse
-            if config.has_experts(layer)
-            else common.llama_mlp(replace(config, mlp_bias=False))
-        )
-    )
+    dense_keys = common.llama_mlp(replace(config, mlp_bias=False))
+    mlp_keys: list[Key] = []
+    for layer in range(config.num_layers):
+        keys = expert_keys if config.has_experts(layer) else dense_keys
+        mlp_keys += [key.bind_layer(layer) for key in keys]
     return (
         *common.llama_ends(config),
         *common.llama_attention(config),
         *common.llama_norms(config),
-        *by_layer,
+        *mlp_keys,
     )
 
 

@@ -27,7 +27,7 @@ from weft.models.attention.contexts import Dense
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
-SCRATCH = 0  # the page that no row owns; rows that pad a decode step write there
+SCRATCH = 0  # index of a page that belongs to no row; padding rows of a decode step write to it
 FIRST_PAGES = 64
 FIRST_ROWS = 8
 FIRST_WIDTH = 16
@@ -35,15 +35,21 @@ Ids = npt.NDArray[np.int32]
 
 
 class PageAllocator:
-    """Allocator of the pages of one device, with a count of the rows that use each page.
+    """Allocator of the pages of one device, with the number of rows that use each page.
 
-    If there are too few free pages, the number of pages doubles, up to `max_pages`. `reserve` makes
-    room for a number of pages in advance.
+    If there are too few free pages, the number of pages doubles, up to `max_pages`. `reserve` adds
+    pages in advance.
     """
 
-    def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
-        self.page_size = page
-        self.max_pages = most
+    def __init__(
+        self, page_size: int, count: int = FIRST_PAGES, max_pages: int | None = None
+    ) -> None:
+        """Create an allocator of `count` pages of `page_size` tokens, including the scratch page.
+
+        `max_pages` is the largest number of pages, or None for no limit.
+        """
+        self.page_size = page_size
+        self.max_pages = max_pages
         self.users = np.zeros(max(count, 1), np.int32)
         self.users[SCRATCH] = 1
         self._free = list(range(len(self.users) - 1, SCRATCH, -1))
@@ -53,7 +59,7 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Number of pages that rows use."""
+        """Number of pages that rows use, without the scratch page."""
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
@@ -71,9 +77,9 @@ class PageAllocator:
         assert count <= len(self._free), (
             f"{self.num_used} of {len(self)} pages are in use, and {count} more are needed"
         )
-        taken = np.array([self._free.pop() for _ in range(count)], np.int32)
-        self.users[taken] = 1
-        return taken
+        pages = np.array([self._free.pop() for _ in range(count)], np.int32)
+        self.users[pages] = 1
+        return pages
 
     def add_users(self, pages: Ids) -> None:
         """Increase the number of users of each page by 1."""
@@ -85,8 +91,8 @@ class PageAllocator:
         Pages that no longer have a user become free.
         """
         self.users[pages] -= 1
-        left = pages[self.users[pages] == 0]
-        self._free.extend(left[::-1].tolist())
+        unused = pages[self.users[pages] == 0]
+        self._free.extend(unused[::-1].tolist())
 
 
 @dataclass(frozen=True)
@@ -120,19 +126,21 @@ class PageTables:
         self.page_counts = np.zeros(rows, np.int64)
 
     def ensure_size(self, rows: int, width: int) -> None:
-        """Grow the table to at least `rows` rows of `width` pages."""
+        """Grow the table to at least `rows` rows of `width` pages.
+
+        A size that must grow is at least doubled.
+        """
         shape = self.table.shape
-        wanted = tuple(
-            n if n >= least else max(least, 2 * n)
-            for n, least in zip(shape, (rows, width), strict=True)
+        new_shape = tuple(
+            size if size >= least else max(least, 2 * size)
+            for size, least in zip(shape, (rows, width), strict=True)
         )
-        if wanted != shape:
+        if new_shape != shape:
             old = self.table
-            self.table = np.full(wanted, SCRATCH, np.int32)
+            self.table = np.full(new_shape, SCRATCH, np.int32)
             self.table[: shape[0], : shape[1]] = old
-            self.page_counts = np.concatenate(
-                [self.page_counts, np.zeros(wanted[0] - shape[0], np.int64)]
-            )
+            new_counts = np.zeros(new_shape[0] - shape[0], np.int64)
+            self.page_counts = np.concatenate([self.page_counts, new_counts])
 
     def copy_pages(self, row: int) -> Ids:
         """Return a copy of the row's page indices."""
@@ -160,8 +168,10 @@ class PageTables:
     def move(self, source: int, target: int) -> None:
         """Move the pages of row `source` to the empty row `target`, which leaves `source` empty."""
         assert not self.page_counts[target]
-        self.table[target], self.page_counts[target] = self.table[source], self.page_counts[source]
-        self.table[source], self.page_counts[source] = SCRATCH, 0
+        self.table[target] = self.table[source]
+        self.page_counts[target] = self.page_counts[source]
+        self.table[source] = SCRATCH
+        self.page_counts[source] = 0
 
     def extend(
         self,
@@ -176,30 +186,34 @@ class PageTables:
         made before the rows are written.
         """
         page = self.pages.page_size
-        wanted = -(-after // page)
-        self.ensure_size(0, int(wanted.max()))
+        needed_counts = -(-after // page)
+        self.ensure_size(0, int(needed_counts.max()))
         # Find the partly filled pages that other rows use too.
         shared = self._find_shared(rows, before)
-        source = self.table[rows[shared], before[shared] // page]
-        # Go page by page: if all users of a page write to it, the last one keeps it.
-        copied = []
+        shared_rows = rows[shared]
+        columns = before[shared] // page
+        # Replace them one by one. If all users of a page write to it, the last one keeps it.
         old_pages = []
-        for row, place, old in zip(
-            rows[shared].tolist(), (before[shared] // page).tolist(), source.tolist(), strict=True
+        new_pages = []
+        for row, column, old in zip(
+            shared_rows.tolist(),
+            columns.tolist(),
+            self.table[shared_rows, columns].tolist(),
+            strict=True,
         ):
             if self.pages.users[old] == 1:
                 continue
             self.pages.remove_users(np.array([old], np.int32))
-            self.table[row, place] = self.pages.allocate(1)[0]
+            self.table[row, column] = self.pages.allocate(1)[0]
             old_pages.append(old)
-            copied.append(self.table[row, place])
+            new_pages.append(self.table[row, column])
         # Add pages to rows that have too few.
-        short = np.flatnonzero(wanted > self.page_counts[rows])
-        for row, count in zip(rows[short].tolist(), wanted[short].tolist(), strict=True):
-            held = int(self.page_counts[row])
-            self.table[row, held:count] = self.pages.allocate(count - held)
+        short = np.flatnonzero(needed_counts > self.page_counts[rows])
+        for row, count in zip(rows[short].tolist(), needed_counts[short].tolist(), strict=True):
+            old_count = int(self.page_counts[row])
+            self.table[row, old_count:count] = self.pages.allocate(count - old_count)
             self.page_counts[row] = count
-        return PageCopies(np.array(old_pages, np.int32), np.array(copied, np.int32))
+        return PageCopies(np.array(old_pages, np.int32), np.array(new_pages, np.int32))
 
     def compute_token_indices(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -214,14 +228,14 @@ class PageTables:
     def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return each index i for which the last page of row `rows[i]` is partly filled and shared.
+        """Return the indices i for which row `rows[i]` has a partly filled, shared last page.
 
         Row `rows[i]` contains `before[i]` tokens. A page is shared if several rows use it.
         """
         page = self.pages.page_size
-        partial = np.flatnonzero(before % page)
-        last = self.table[rows[partial], before[partial] // page]
-        return partial[self.pages.users[last] > 1]
+        partly_filled = np.flatnonzero(before % page)
+        last = self.table[rows[partly_filled], before[partly_filled] // page]
+        return partly_filled[self.pages.users[last] > 1]
 
 
 def build_ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -231,10 +245,11 @@ def build_ranges(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 # Tokens per page: the size that flash kernels require, and a multiple of FlexAttention's blocks.
 PAGE = 256
+# Columns of the matrix of a decode step, which ends with the rows' page tables.
 TOKEN = 0
 POSITION = 1
-PLACE = 2
-TABLE = 3  # first column of the table in a step's matrix
+STORAGE_INDEX = 2
+TABLE = 3  # first column of the table
 
 
 @dataclass(frozen=True)
@@ -242,15 +257,15 @@ class PagedHistory:
     """All tokens of the sequences in a pass, both stored and new, concatenated.
 
     Attributes:
-        places: Storage index of each token, int64 [U] for U tokens. The storage index counts tokens
-            from the beginning of the first page.
+        storage_indices: Storage index of each token, int64 [U] for U tokens, counted in tokens from
+            the beginning of the first page.
         cu_seqlens: Boundaries of the sequences, int32 [R + 1]. Sequence r consists of the tokens
             `cu_seqlens[r]:cu_seqlens[r + 1]`.
         max_len: Number of tokens of the longest sequence.
     """
 
-    places: Tensor  # int64 [U]: storage index of each token
-    cu_seqlens: Tensor  # int32 [R + 1]
+    storage_indices: Tensor
+    cu_seqlens: Tensor
     max_len: int
 
 
@@ -262,8 +277,8 @@ class Paged:
 
     Attributes:
         pool: Memory of the pages.
-        places: Storage index of each new token, counted in tokens from the beginning of the first
-            page, int64 [T].
+        storage_indices: Storage index of each new token, counted in tokens from the beginning of
+            the first page, int64 [T].
         table: Indices of each row's pages in order, for up to W pages per row, int32 [R, W].
         used: Number of tokens of each row, including the new ones, int32 [R].
         cu_seqlens: Boundaries of the rows' new tokens, int32 [R + 1].
@@ -273,13 +288,13 @@ class Paged:
     """
 
     pool: PagePool
-    places: Tensor  # int64 [T]: storage index of each new token
-    table: Tensor  # int32 [R, W]: the rows' pages in order
-    used: Tensor  # int32 [R]: tokens of each row, new ones included
-    cu_seqlens: Tensor  # int32 [R + 1]
-    max_len: int  # most new tokens of a row; 1 in a decode step
-    is_first_prefill: bool  # True if nothing was stored before this pass
-    history: PagedHistory | None  # None if nothing was stored before, or in a decode step
+    storage_indices: Tensor
+    table: Tensor
+    used: Tensor
+    cu_seqlens: Tensor
+    max_len: int
+    is_first_prefill: bool
+    history: PagedHistory | None
 
     @cached_property
     def dense(self) -> Dense:
@@ -310,7 +325,9 @@ class Paged:
         """Length of each new token's sequence after this pass, int64 [T]."""
         if self.max_len == 1:
             return self.used.long()
-        return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
+        return self.used.long().repeat_interleave(
+            self.dense.lengths, output_size=len(self.storage_indices)
+        )
 
 
 class PagePool:
@@ -327,29 +344,27 @@ class PagePool:
         dtype: torch.dtype,
         *,
         page: int = PAGE,
-        most: int | None = None,
+        max_pages: int | None = None,
     ) -> None:
         """Create a pool with `page` tokens per page.
 
-        `most` is the maximum number of pages, or None for no maximum. It includes the scratch page,
-        which belongs to no row.
+        `max_pages` is the largest number of pages, including the scratch page; None for no limit.
         """
         self.device = torch.device(device)
         self.dtype = dtype
         self.config = config
-        self.pages = PageAllocator(
-            page, FIRST_PAGES if most is None else min(FIRST_PAGES, most), most
-        )
+        count = FIRST_PAGES if max_pages is None else min(FIRST_PAGES, max_pages)
+        self.pages = PageAllocator(page, count, max_pages)
         self._allocate()
 
     def _allocate(self) -> None:
-        config, shape = (
-            self.config,
-            (len(self.pages), self.pages.page_size, self.config.num_kv_heads, self.config.head_dim),
-        )
-        tensors = []
-        for _ in range(2 * config.num_layers):
-            tensors.append(torch.zeros(shape, device=self.device, dtype=self.dtype))
+        """Allocate keys and values of zeros for the allocator's number of pages."""
+        config = self.config
+        shape = (len(self.pages), self.pages.page_size, config.num_kv_heads, config.head_dim)
+        tensors = [
+            torch.zeros(shape, device=self.device, dtype=self.dtype)
+            for _ in range(2 * config.num_layers)
+        ]
         self.keys = tensors[: config.num_layers]
         self.values = tensors[config.num_layers :]
 
@@ -361,10 +376,10 @@ class PagePool:
         """
         if count < len(self.pages):
             return
-        unused = not self.pages.num_used
+        is_unused = not self.pages.num_used
         self.pages.reserve((1 << count.bit_length()) - 1)
         # If no row has any pages, free the old memory before new memory is allocated.
-        if unused and len(self.keys[0]) < len(self.pages):
+        if is_unused and len(self.keys[0]) < len(self.pages):
             self.keys = []
             self.values = []
             self._allocate()
@@ -372,6 +387,7 @@ class PagePool:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: PageCopies) -> None:
@@ -393,11 +409,11 @@ class PagePool:
         """
         tokens = step[:, TOKEN].long()
         positions = step[:, POSITION].long()
-        places = step[:, PLACE].long()
+        storage_indices = step[:, STORAGE_INDEX].long()
         bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
         context = Paged(
             pool=self,
-            places=places,
+            storage_indices=storage_indices,
             table=step[:, TABLE:].contiguous(),
             used=step[:, POSITION] + 1,
             cu_seqlens=bounds,
@@ -406,20 +422,19 @@ class PagePool:
             history=None,
         )
         rows = torch.arange(len(step), device=step.device)
-        return Packed(
-            tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens
-        )
+        return Packed(tokens, positions, context, rows, labels=tokens)
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, context.places, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
+        self.keys[layer].flatten(0, 1).index_copy_(0, context.storage_indices, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, context.storage_indices, v)
 
     def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
-        return keys.index_select(0, history.places), values.index_select(0, history.places)
+        indices = history.storage_indices
+        return keys.index_select(0, indices), values.index_select(0, indices)
 
 
 class PagedCache:
@@ -431,7 +446,9 @@ class PagedCache:
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
         """Create an empty cache; its page table initially has `width` columns."""
-        self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
+        self.pool = pool
+        self.device = pool.device
+        self.dtype = pool.dtype
         self.tables = PageTables(pool.pages, width=width)
         self.used = np.zeros(len(self.tables.page_counts), np.int64)
         self.before = np.zeros(len(self.tables.page_counts), np.int64)
@@ -445,16 +462,16 @@ class PagedCache:
         first = self.num_active
         self.num_active = self.num_active + count
         self.tables.ensure_size(self.num_active, 0)
-        more = max(0, len(self.tables.page_counts) - len(self.used))
-        self.used, self.before = (
-            np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.used, self.before)
-        )
+        added = np.zeros(max(0, len(self.tables.page_counts) - len(self.used)), np.int64)
+        self.used = np.concatenate([self.used, added])
+        self.before = np.concatenate([self.before, added])
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
         """Use row 0 of `prefix` as the prefix of the given empty rows; None means no prefix."""
-        for slot in slots if prefix is not None else ():
-            assert prefix is not None
+        if prefix is None:
+            return
+        for slot in slots:
             self.tables.assign_pages(slot, prefix.tables.copy_pages(0))
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
@@ -465,7 +482,8 @@ class PagedCache:
         """
         (slot,) = self.allocate()
         self.tables.assign_pages(slot, other.tables.copy_pages(0))
-        self.used[slot], self.before[slot] = other.used[0], other.before[0]
+        self.used[slot] = other.used[0]
+        self.before[slot] = other.before[0]
         return slot
 
     def release(self, slot: int) -> int:
@@ -480,7 +498,8 @@ class PagedCache:
         self.tables.clear(slot)
         if slot != last:
             self.tables.move(last, slot)
-            self.used[slot], self.before[slot] = self.used[last], self.before[last]
+            self.used[slot] = self.used[last]
+            self.before[slot] = self.before[last]
         self.used[last] = self.before[last] = 0
         return last
 
@@ -493,9 +512,8 @@ class PagedCache:
         """Remove all but the first `length` tokens of a row."""
         assert 0 <= length <= self.used[slot]
         self.used[slot] = length
-        self.tables.clear(
-            slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page_size)
-        )
+        num_tokens = int(self.before[slot] + length)
+        self.tables.clear(slot, keep=-(-num_tokens // self.pool.pages.page_size))
 
     def fork(self, slot: int, count: int) -> list[int]:
         """Create `count` rows with the contents of row `slot`, and return their indices.
@@ -505,7 +523,8 @@ class PagedCache:
         new = self.allocate(count)
         for row in new:
             self.tables.assign_pages(row, self.tables.copy_pages(slot))
-        self.used[new], self.before[new] = self.used[slot], self.before[slot]
+        self.used[new] = self.used[slot]
+        self.before[new] = self.before[slot]
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
@@ -523,20 +542,18 @@ class PagedCache:
         # Make room, and compute the row and position of each new token.
         start = self._extend_rows(rows, counts)
         stop = start + counts
-        owner = np.repeat(rows, counts)
+        token_rows = np.repeat(rows, counts)
         positions = np.repeat(start, counts) + build_ranges(counts)
         ends = np.cumsum(counts)
         # Unless this is a first prefill, list the storage of all tokens of the rows.
         history = None
         if start.any():
-            everything = self.tables.compute_token_indices(
-                np.repeat(rows, stop), build_ranges(stop)
-            )
+            indices = self.tables.compute_token_indices(np.repeat(rows, stop), build_ranges(stop))
             bounds = np.concatenate([[0], np.cumsum(stop)]).astype(np.int32)
-            history = PagedHistory(self._put(everything), self._put(bounds), int(stop.max()))
+            history = PagedHistory(self._put(indices), self._put(bounds), int(stop.max()))
         context = Paged(
             pool=self.pool,
-            places=self._put(self.tables.compute_token_indices(owner, positions)),
+            storage_indices=self._put(self.tables.compute_token_indices(token_rows, positions)),
             table=self._put(self.tables.table[rows]),
             used=self._put(stop.astype(np.int32)),
             cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
@@ -544,16 +561,12 @@ class PagedCache:
             is_first_prefill=history is None,
             history=history,
         )
-        flat = torch.cat(list(tokens))
-        last = self._put(ends - 1)
-        flat = self._put(flat.numpy()) if flat.device.type == "cpu" else flat
-        return Packed(
-            tokens=flat,
-            positions=self._put(positions),
-            attention=context,
-            rows=last,
-            labels=flat[last],
-        )
+        flat_tokens = torch.cat(list(tokens))
+        last_tokens = self._put(ends - 1)
+        if flat_tokens.device.type == "cpu":
+            flat_tokens = self._put(flat_tokens.numpy())
+        labels = flat_tokens[last_tokens]
+        return Packed(flat_tokens, self._put(positions), context, last_tokens, labels)
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
         """Make room for one token per row, and return the input of the decode step.
@@ -565,9 +578,8 @@ class PagedCache:
         """
         rows = np.asarray(slots, np.int64)
         start = self._extend_rows(rows, np.ones(len(rows), np.int64))
-        columns = np.stack(
-            [tokens, start, self.tables.compute_token_indices(rows, start)], axis=1
-        ).astype(np.int32)
+        indices = self.tables.compute_token_indices(rows, start)
+        columns = np.stack([tokens, start, indices], axis=1).astype(np.int32)
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _extend_rows(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -48,20 +48,19 @@ class PrefixGroup:
         prefix: Cache that contains the prefix.
         rows: Indices of the rows, int64 [S].
         queries: `rows`, padded with copies of the last index to a multiple of
-            `kernels.LEAST_QUERIES`, int64. With fewer queries, torch would use another order of
-            summation, and results would be rounded differently.
+            `kernels.LEAST_QUERIES`, int64. With fewer queries, torch would sum in another order,
+            and results would be rounded differently.
     """
 
     prefix: KVCache
-    rows: Tensor  # int64 [S]
-    # int64: `rows`, with the last one repeated up to a multiple of `kernels.LEAST_QUERIES`
+    rows: Tensor
     queries: Tensor
 
     @classmethod
     def from_rows(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
         """Create a group; `rows` are the indices of the rows whose sequences begin with `prefix`."""
-        filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
-        return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
+        queries = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
+        return cls(prefix, torch.tensor(rows, device=device), torch.tensor(queries, device=device))
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ class Cached:
     slots: Counts  # [R], distinct: indices of the slots in the cache's memory
     used: Counts  # [R]: tokens in the slot before this pass
     before: Counts  # [R]: tokens of the prefix, which is stored separately
-    new: Counts  # [R]: tokens of this pass
-    # [R] in a prefill; () in a decode step, which has `groups` instead
+    new: Counts  # [R]: new tokens of this pass
+    # Each row's prefix in a prefill; () in a decode step, which lists prefixes in `groups` instead.
     prefixes: tuple[KVCache | None, ...]
     groups: tuple[PrefixGroup, ...]
-    max_len: int  # most new tokens of a row; 1 in a decode step
-    max_used: int  # most tokens of a row, new ones included
+    max_len: int  # most new tokens in a row; 1 in a decode step
+    max_used: int  # most tokens in a slot, including the new ones
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -132,16 +131,17 @@ class Cached:
         return torch.from_numpy(segments)
 
     @cached_property
-    def places(self) -> Tensor:
+    def locations(self) -> Tensor:
         """Memory location of each new token's key in the cache, int64 [T] on the host.
 
         Each location is a row index into a layer's `keys`, viewed as a matrix [rows, head_dim]. The
         row contains the key of the token's first head.
         """
-        start, new, key, keys = self.segments.numpy().T
+        first_token, new, first_key, num_keys = self.segments.numpy().T
         if self.max_len == 1:
-            return torch.from_numpy(key + keys - 1)
-        return torch.from_numpy(np.arange(new.sum()) + np.repeat(key + keys - new - start, new))
+            return torch.from_numpy(first_key + num_keys - 1)
+        offsets = first_key + num_keys - new - first_token
+        return torch.from_numpy(np.arange(new.sum()) + np.repeat(offsets, new))
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
@@ -166,14 +166,13 @@ class Cached:
         layers with the same window share the mask.
         """
         if window not in self._decode_masks:
-            places = torch.arange(length, device=self.cache.device)
+            positions = torch.arange(length, device=self.cache.device)
             used = self._put(self.used)[:, None]
-            seen = places <= used
+            is_visible = positions <= used
             if window is not None:
-                seen &= places > used - window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-                ~seen, -torch.inf
-            )
+                is_visible &= positions > used - window
+            mask = torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device)
+            mask.masked_fill_(~is_visible, -torch.inf)
             self._decode_masks[window] = mask[:, None, None]
         return self._decode_masks[window]
 
@@ -183,7 +182,7 @@ class Cached:
 
     @cached_property
     def span(self) -> slice | None:
-        """The slots as a slice if they are consecutive, else None.
+        """Slice that selects the slots if they are consecutive and in order, else None.
 
         The keys of consecutive slots are read without a copy.
         """
@@ -201,9 +200,9 @@ class KVCache:
     """Cache of keys and values, with one contiguous slot per sequence.
 
     `keys` and `values` are lists of tensors [num_slots, kv_heads, capacity, head_dim], one per
-    cached layer. `row_of` maps the index of a layer in the network to its index in these lists.
-    Slot s contains `used[s]` tokens and is stored at the index `places[s]` of the tensors' first
-    dimension. `layers` are the indices of the cached layers, by default all.
+    cached layer. `layer_indices` maps the index of a layer in the network to its index in these
+    lists. Slot s contains `used[s]` tokens and is stored at the index `places[s]` of the tensors'
+    first dimension.
     """
 
     def __init__(
@@ -219,6 +218,8 @@ class KVCache:
     ) -> None:
         """Allocate `slots` slots with room for `room` tokens each.
 
+        `layers` are the indices of the cached layers in the network, by default all.
+
         With `rectangle`, active slots are stored in order, and memory is initialized to zero.
         Without `rectangle`, slots can be stored in any order, and memory is left uninitialized, so
         it can contain NaN. This requires attention that looks up where each row's keys are stored,
@@ -226,14 +227,17 @@ class KVCache:
         """
         self.device = torch.device(device)
         self.dtype = dtype
-        self.row_of = {layer: row for row, layer in enumerate(layers or range(config.num_layers))}
+        cached_layers = layers or range(config.num_layers)
+        self.layer_indices = {layer: index for index, layer in enumerate(cached_layers)}
         self.num_moves = 0
         shape = (slots, config.num_kv_heads, room, config.head_dim)
         self._rectangle = rectangle
-        self._new = torch.zeros if rectangle else torch.empty
-        self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self._create_tensor = torch.zeros if rectangle else torch.empty
+        self.keys = [
+            self._create_tensor(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+        ]
         self.values = [
-            self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+            self._create_tensor(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
         ]
         self.used = np.zeros(slots, dtype=np.int64)
         # Number of tokens of the prefix that precedes each slot.
@@ -241,12 +245,13 @@ class KVCache:
         self.places = np.arange(slots)
         self.num_active = 0
         self._prefixes: list[KVCache | None] = [None] * slots
-        # The slots of the last decode step, and their prefixes.
+        # The slots of the last decode step as bytes, and the groups of these slots by prefix.
         self._groups: tuple[bytes, tuple[PrefixGroup, ...]] = (b"", ())
         self._rope = config.rope
 
     @property
     def num_slots(self) -> int:
+        """Number of slots, active or not."""
         return len(self.used)
 
     @property
@@ -256,6 +261,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def resize(self, slots: int, room: int) -> None:
@@ -286,9 +292,7 @@ class KVCache:
 
         `prefix` is a cache with one slot. Its tokens precede the tokens of each of the `slots`.
         """
-        assert prefix is None or prefix.places[0] == 0, (
-            "a prefix is read from the beginning of its memory"
-        )
+        assert prefix is None or prefix.places[0] == 0, "the prefix must be stored at index 0"
         for slot in slots:
             if self._prefixes[slot] is not prefix:
                 self._prefixes[slot] = prefix
@@ -300,18 +304,16 @@ class KVCache:
 
         The new slot has the same prefix as the copied slot.
         """
-        (slot,), filled = self.allocate(), int(other.used[0])
-        if filled > self.capacity:
-            self._reshape(
-                self.num_slots, kernels.in_vectors(max(filled, 2 * self.capacity), self.device)
-            )
-        here = self.places[slot]
-        there = other.places[0]
-        for mine, theirs in zip(
+        (slot,) = self.allocate()
+        length = int(other.used[0])
+        self._ensure_capacity(length)
+        target = self.places[slot]
+        source = other.places[0]
+        for target_layer, source_layer in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            mine[here, :, :filled] = theirs[there, :, :filled]
-        self.used[slot] = filled
+            target_layer[target, :, :length] = source_layer[source, :, :length]
+        self.used[slot] = length
         self.link([slot], other._prefixes[0])
         return slot
 
@@ -325,9 +327,9 @@ class KVCache:
         last = self.num_active
         if slot != last:
             if self._rectangle:
-                filled = int(self.used[last])
+                length = int(self.used[last])
                 for stored in (*self.keys, *self.values):
-                    stored[slot, :, :filled] = stored[last, :, :filled]
+                    stored[slot, :, :length] = stored[last, :, :length]
             else:
                 self.places[[slot, last]] = self.places[[last, slot]]
             self.used[slot] = self.used[last]
@@ -349,12 +351,12 @@ class KVCache:
     def fork(self, slot: int, count: int) -> list[int]:
         """Copy `slot` to `count` new slots for samples of one prompt; return the new indices."""
         new = self.allocate(count)
-        filled = int(self.used[slot])
+        length = int(self.used[slot])
         place = self.places[slot]
         for stored in (*self.keys, *self.values):
             for _, copies in _split_runs(self.places[new]):
-                stored[copies, :, :filled] = stored[place, :, :filled]
-        self.used[new] = filled
+                stored[copies, :, :length] = stored[place, :, :length]
+        self.used[new] = length
         self.link(new, self._prefixes[slot])
         return new
 
@@ -363,45 +365,51 @@ class KVCache:
 
         `tokens` is int64 [R], one per slot, or a sequence of R tensors, each int64 [n >= 1]. In the
         result, `rows` has the index of each slot's last new token, whose hidden state predicts the
-        next token. The next tokens are unknown, so `labels` has the last new ones instead.
+        next token. The next tokens are unknown, so `labels` has the last new tokens instead.
         """
         # Compute lengths before and after this pass, and make room.
-        where = np.asarray(slots, dtype=np.int64)
-        one = isinstance(tokens, Tensor)
-        used = self.used[where]
-        before = self.before[where]
-        new = np.ones_like(used) if one else np.array([len(t) for t in tokens])
+        slot_indices = np.asarray(slots, dtype=np.int64)
+        is_decode_step = isinstance(tokens, Tensor)
+        used = self.used[slot_indices]
+        before = self.before[slot_indices]
+        if is_decode_step:
+            new = np.ones_like(used)
+        else:
+            new = np.array([len(new_tokens) for new_tokens in tokens])
         after = used + new
         positions = before + used
         check_rotation(self._rope, positions, new)
-        most = int(after.max())
-        longest = 1 if one else int(new.max())
-        if most > self.capacity:
-            self._reshape(
-                self.num_slots, kernels.in_vectors(max(most, 2 * self.capacity), self.device)
-            )
-        self.used[where] = after
+        max_used = int(after.max())
+        longest = 1 if is_decode_step else int(new.max())
+        self._ensure_capacity(max_used)
+        self.used[slot_indices] = after
+        prefixes: tuple[KVCache | None, ...] = ()
+        groups: tuple[PrefixGroup, ...] = ()
+        if longest == 1:
+            groups = self._group_by_prefix(slot_indices)
+        else:
+            prefixes = tuple(self._prefixes[slot] for slot in slot_indices.tolist())
         context = Cached(
             cache=self,
-            slots=self.places[where],
+            slots=self.places[slot_indices],
             used=used,
             before=before,
             new=new,
-            prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
-            groups=self._group_by_prefix(where) if longest == 1 else (),
+            prefixes=prefixes,
+            groups=groups,
             max_len=longest,
-            max_used=most,
+            max_used=max_used,
         )
-        # Build the pack: one token per slot, or the concatenation of several.
+        # Build the pack: one token per slot, or the concatenation of all new tokens.
         if isinstance(tokens, Tensor):
-            flat = tokens.to(self.device)
-            rows = torch.arange(len(where), device=self.device)
-            return Packed(flat, self._put(positions), context, rows, flat)
-        flat = torch.cat([t.to(self.device) for t in tokens])
+            flat_tokens = tokens.to(self.device)
+            rows = torch.arange(len(slot_indices), device=self.device)
+            return Packed(flat_tokens, self._put(positions), context, rows, flat_tokens)
+        flat_tokens = torch.cat([new_tokens.to(self.device) for new_tokens in tokens])
         ends = np.cumsum(new)
         positions = np.arange(ends[-1]) + np.repeat(positions - (ends - new), new)
         rows = self._put(ends - 1)
-        return Packed(flat, self._put(positions), context, rows, flat[rows])
+        return Packed(flat_tokens, self._put(positions), context, rows, flat_tokens[rows])
 
     def _group_by_prefix(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
         """Return one group per prefix, with the rows of a decode step that begin with this prefix.
@@ -413,10 +421,10 @@ class KVCache:
             return ()
         if self._groups[0] != slots.tobytes():
             members: dict[int, list[int]] = {}
-            linked = [self._prefixes[slot] for slot in slots.tolist()]
-            for row, prefix in enumerate(linked):
+            prefixes = [self._prefixes[slot] for slot in slots.tolist()]
+            for row, prefix in enumerate(prefixes):
                 members.setdefault(id(prefix), []).append(row)
-            prefix_rows = ((linked[rows[0]], rows) for rows in members.values())
+            prefix_rows = ((prefixes[rows[0]], rows) for rows in members.values())
             groups = tuple(
                 PrefixGroup.from_rows(prefix, rows, self.device)
                 for prefix, rows in prefix_rows
@@ -427,14 +435,15 @@ class KVCache:
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store k and v, each [T, kv_heads, head_dim], for the network's layer `layer`."""
-        keys = self.keys[self.row_of[layer]]
-        values = self.values[self.row_of[layer]]
+        keys = self.keys[self.layer_indices[layer]]
+        values = self.values[self.layer_indices[layer]]
         if kernels.serves(k, v, keys, values):
-            kernels.store_keys(k, v, keys, values, context.places)
+            kernels.store_keys(k, v, keys, values, context.locations)
             return
         if context.max_len == 1:
-            at = self._put(context.slots), slice(None), self._put(context.used)
-            keys[at], values[at] = k, v
+            index = self._put(context.slots), slice(None), self._put(context.used)
+            keys[index] = k
+            values[index] = v
             return
         starts = context.dense.starts
         for row, (slot, used) in enumerate(
@@ -453,31 +462,38 @@ class KVCache:
         shorter row are finite but meaningless. Only attention by torch uses this method: weft's
         kernels read the slots directly.
         """
-        which = self._put(context.slots) if context.span is None else context.span
+        slots = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
-        return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
+        return self.keys[layer][slots, :, :stop], self.values[layer][slots, :, :stop]
 
     def _put(self, array: np.ndarray) -> Tensor:
         return kernels.put(array, self.device)
 
+    def _ensure_capacity(self, length: int) -> None:
+        """Make room for at least `length` tokens per slot, and at least double a smaller room."""
+        if length > self.capacity:
+            room = kernels.in_vectors(max(length, 2 * self.capacity), self.device)
+            self._reshape(self.num_slots, room)
+
     def _reshape(self, slots: int, room: int) -> None:
+        """Move the contents to new memory for `slots` slots with room for `room` tokens each."""
         self.num_moves += 1
         num_copied = min(slots, self.num_slots)
-        filled = int(self.used[:num_copied].max(initial=0))
+        length = int(self.used[:num_copied].max(initial=0))
         runs = _split_runs(self.places[:num_copied])
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
-                new = self._new(
+                new = self._create_tensor(
                     (slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype
                 )
                 for slot, place in runs:
-                    new[slot, :, :filled] = old[place, :, :filled]
+                    new[slot, :, :length] = old[place, :, :length]
                 stored[layer] = new
         self.places = np.arange(slots)
-        more = slots - num_copied
-        self.used = np.concatenate([self.used[:num_copied], np.zeros(more, np.int64)])
-        self.before = np.concatenate([self.before[:num_copied], np.zeros(more, np.int64)])
-        self._prefixes = self._prefixes[:num_copied] + [None] * more
+        num_added = slots - num_copied
+        self.used = np.concatenate([self.used[:num_copied], np.zeros(num_added, np.int64)])
+        self.before = np.concatenate([self.before[:num_copied], np.zeros(num_added, np.int64)])
+        self._prefixes = self._prefixes[:num_copied] + [None] * num_added
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
@@ -507,10 +523,10 @@ def check_rotation(rope: Rope | None, used: Counts, new: Counts) -> None:
     original = rope.values["original"]
     after = used + new
     if rope.scaling == "dynamic":
-        past = after > original
+        changes = after > original
     else:
-        past = (after > original) & (used <= original)
-    if bool((past & (used > 0)).any()):
+        changes = (after > original) & (used <= original)
+    if bool((changes & (used > 0)).any()):
         raise ConfigError(
             f"a sequence grows past {original} tokens while it is generated: this model's "
             f"rope_scaling "

@@ -1,4 +1,4 @@
-"""Block of the decoder: attention, an MLP or experts, and norms before, after or around these."""
+"""Block of the decoder: attention, and an MLP or experts, each with norms before or after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResidualStream:
     Attributes:
         rows: Indices of the kept rows among the rows of the block's input, int64 [N]; None means
             all rows.
-        dropout: Dropout of what is added to the kept rows, or None without dropout.
+        dropout: Dropout of the values added to the kept rows, or None without dropout.
     """
 
     rows: Tensor | None
@@ -49,9 +49,10 @@ class BlockContext:
         dropout: Keys and positions that seed each token's dropout, or None without dropout.
         rows: Indices of the tokens for which the block returns its output, int64 [N]; None means
             all tokens. It is set only for the last block.
-        prefix: Placement of the trained prefix in this pass, or None if the network has none or
-            this pass has no place for it.
-        stream: Residual stream, or None if it has the same tokens as attention and MLP.
+        prefix: Placement of the trained prefix in this pass; None without a prefix, and in passes
+            over cached sequences that contain the prefix already.
+        stream: Rows and dropout of the residual stream; None for those in `rows` with
+            `mlp_dropout`.
     """
 
     pack: Packed
@@ -135,18 +136,17 @@ class Attention(nn.Module):
         self.num_kv_heads = config.num_kv_heads
         self.first_head = layer * config.num_heads
         hidden = config.hidden_size
-        inner = self.num_heads * self.head_dim
-        shared = self.num_kv_heads * self.head_dim
-        self.qkv = Linear(hidden, {"q": inner, "k": shared, "v": shared}, bias=config.qkv_bias)
-        self.o = Linear(inner, {"o": hidden}, bias=config.o_bias)
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        self.qkv = Linear(hidden, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias)
+        self.o = Linear(q_size, {"o": hidden}, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm is not None:
-            self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else inner)
-            self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
-        count = config.prefix_tokens
-        if count:
+            self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else q_size)
+            self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else kv_size)
+        if config.prefix_tokens:
             self.prefix: PrefixKeysValues | None = PrefixKeysValues(
-                count, config.num_kv_heads, config.head_dim
+                config.prefix_tokens, config.num_kv_heads, config.head_dim
             )
         else:
             self.prefix = None
@@ -163,23 +163,25 @@ class Attention(nn.Module):
         x is [T, hidden].
         """
         heads = self.qkv(x, dropout).unflatten(-1, (-1, self.head_dim))
-        kv = self.num_kv_heads
         if self.qk_norm is not None:
-            q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
-            heads = torch.cat(
-                [self._normalize(self.q_norm, q), self._normalize(self.k_norm, k), v], dim=1
-            )
+            counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            q, k, v = heads.split(counts, dim=1)
+            q = self._normalize(self.q_norm, q)
+            k = self._normalize(self.k_norm, k)
+            heads = torch.cat([q, k, v], dim=1)
         return heads
 
-    def attend(self, heads: Tensor, at: BlockContext) -> Tensor:
+    def attend(self, heads: Tensor, context: BlockContext) -> Tensor:
         """Return the attention output [T, heads x head_dim], before the output projection `o`.
 
         `heads` is the result of `project_heads`.
         """
-        dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
-        if self.prefix is not None and at.prefix is not None:
-            return self.prefix.wrap(self._attend, at.prefix, heads, dropout)
-        return self._attend(heads, at.rotation, at.pack.attention, dropout)
+        dropout = context.dropout
+        if dropout is not None:
+            dropout = replace(dropout, first_head=self.first_head)
+        if self.prefix is not None and context.prefix is not None:
+            return self.prefix.wrap(self._attend, context.prefix, heads, dropout)
+        return self._attend(heads, context.rotation, context.pack.attention, dropout)
 
     def _attend(
         self,
@@ -214,14 +216,16 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        inner = config.intermediate_size
+        mlp_size = config.intermediate_size
         bias = config.mlp_bias
         gated = config.gated
         if gated:
-            self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, bias=bias)
+            self.gate_up = Linear(hidden, {"gate": mlp_size, "up": mlp_size}, bias=bias)
         else:
-            self.up = Linear(hidden, {"up": inner}, bias=bias)
-        self.down = DownLinear(inner, hidden, bias=bias, gated=gated, activation=config.activation)
+            self.up = Linear(hidden, {"up": mlp_size}, bias=bias)
+        self.down = DownLinear(
+            mlp_size, hidden, bias=bias, gated=gated, activation=config.activation
+        )
 
     def forward(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
         if self.down.gated:
@@ -255,88 +259,103 @@ class Block(nn.Module):
             self.norm1_post = Norm(config)
             self.norm2_post = Norm(config)
 
-    def forward(self, x: Tensor, at: BlockContext) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Return the block's output [T, hidden], or [N, hidden] if the pass needs only some rows.
 
         Attention always covers the keys and values of all rows of x [T, hidden].
         """
-        into = Block.compute_heads
-        out = Block.compute_output
+        # Choose the compiled or the original functions; compiled code takes the layer as a tensor.
+        compute_heads = Block.compute_heads
+        compute_output = Block.compute_output
         layer = cast("int | Tensor", self.layer)
-        if self.compiled is not None and not at.is_cached:
-            into = self.compiled.compute_heads
-            out = self.compiled.compute_output
+        if self.compiled is not None and not context.is_cached:
+            compute_heads = self.compiled.compute_heads
+            compute_output = self.compiled.compute_output
             layer = torch.tensor(self.layer)
-        stream = at.stream or ResidualStream(at.rows, at.mlp_dropout)
-        dropped, late, added = (
+        # Set the layer of each dropout.
+        stream = context.stream or ResidualStream(context.rows, context.mlp_dropout)
+        input_dropout, adapter_dropout, residual_dropout = (
             None if each is None else replace(each, layer=layer)
-            for each in (at.dropout, at.mlp_dropout, stream.dropout)
+            for each in (context.dropout, context.mlp_dropout, stream.dropout)
         )
-        mixed = _select(self.attention.attend(into(self, x, dropped), at), at.mlp_rows)
-        aux_loss = at.pack.aux_loss
+        # Compute attention for all rows, and the output for the selected rows.
+        attended = self.attention.attend(compute_heads(self, x, input_dropout), context)
+        attended = _select(attended, context.mlp_rows)
+        dropouts = adapter_dropout, residual_dropout
+        aux_loss = context.pack.aux_loss
         if aux_loss is None:
-            return out(self, _select(x, stream.rows), mixed, late, added, None)
-        return _select(out(self, x, mixed, late, added, aux_loss), stream.rows)
+            return compute_output(self, _select(x, stream.rows), attended, *dropouts, None)
+        return _select(compute_output(self, x, attended, *dropouts, aux_loss), stream.rows)
 
-    def compute_heads(self, x: Tensor, dropped: TokenDropout | None) -> Tensor:
+    def compute_heads(self, x: Tensor, input_dropout: TokenDropout | None) -> Tensor:
         """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does.
 
-        `dropped` is the dropout of the adapters' inputs, or None without dropout.
+        `input_dropout` is the dropout of the adapters' inputs, or None without dropout.
         """
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:
             normed = x
-        return self.attention.project_heads(normed, dropped)
+        return self.attention.project_heads(normed, input_dropout)
 
     def compute_output(
         self,
         x: Tensor,
-        mixed: Tensor,
-        late: TokenDropout | None,
-        added: TokenDropout | None,
+        attended: Tensor,
+        adapter_dropout: TokenDropout | None,
+        residual_dropout: TokenDropout | None,
         aux_loss: MoEAuxLoss | None,
     ) -> Tensor:
         """Return the block's output [N, hidden].
 
-        x [N, hidden] is the block's input, and `mixed` is the result of `Attention.attend` for the
-        same tokens. `late` is the dropout of the adapters in attention and MLP. `added` is the
-        dropout of the outputs of attention and MLP, before they are added to x.
+        x [N, hidden] is the block's input, and `attended` is the result of `Attention.attend` for
+        the same tokens. `adapter_dropout` is the dropout of the adapters in attention and MLP.
+        `residual_dropout` is the dropout of the outputs of attention and MLP, before they are added
+        to x.
         """
-        attended = _drop(self.attention.o(mixed, late), added, self.dropout, dropout.ATTENTION_OUT)
-        del mixed
-        feeding = (late, added, aux_loss)
+        attention_output = _drop(
+            self.attention.o(attended, adapter_dropout),
+            residual_dropout,
+            self.dropout,
+            dropout.ATTENTION_OUT,
+        )
+        del attended  # free it before the MLP is computed
+        mlp_arguments = (adapter_dropout, residual_dropout, aux_loss)
         if self.parallel:
-            return x + attended + self._feed(self.norm2(x), *feeding)
+            return x + attention_output + self._run_mlp(self.norm2(x), *mlp_arguments)
         match self.placement:
             case "pre":
-                x = x + attended
-                return x + self._feed(self.norm2(x), *feeding)
+                x = x + attention_output
+                return x + self._run_mlp(self.norm2(x), *mlp_arguments)
             case "post":
-                x = x + self.norm1_post(attended)
-                return x + self.norm2_post(self._feed(x, *feeding))
+                x = x + self.norm1_post(attention_output)
+                return x + self.norm2_post(self._run_mlp(x, *mlp_arguments))
             case "both":
-                x = x + self.norm1_post(attended)
-                return x + self.norm2_post(self._feed(self.norm2(x), *feeding))
+                x = x + self.norm1_post(attention_output)
+                return x + self.norm2_post(self._run_mlp(self.norm2(x), *mlp_arguments))
             case "after":
-                x = self.norm1(x + attended)
-                y: Tensor = self.norm2(x + self._feed(x, *feeding))
+                x = self.norm1(x + attention_output)
+                y: Tensor = self.norm2(x + self._run_mlp(x, *mlp_arguments))
                 return y
 
-    def _feed(
+    def _run_mlp(
         self,
         x: Tensor,
-        late: TokenDropout | None,
-        added: TokenDropout | None,
+        adapter_dropout: TokenDropout | None,
+        residual_dropout: TokenDropout | None,
         aux_loss: MoEAuxLoss | None,
     ) -> Tensor:
-        fed = self.mlp(x, late, aux_loss) if isinstance(self.mlp, MoE) else self.mlp(x, late)
-        return _drop(fed, added, self.dropout, dropout.MLP_OUT)
+        """Return the output of the MLP or experts after dropout, [N, hidden]."""
+        if isinstance(self.mlp, MoE):
+            output = self.mlp(x, adapter_dropout, aux_loss)
+        else:
+            output = self.mlp(x, adapter_dropout)
+        return _drop(output, residual_dropout, self.dropout, dropout.MLP_OUT)
 
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _drop(x: Tensor, how: TokenDropout | None, rate: float, place: int) -> Tensor:
-    return x if how is None else how.drop_at(x, rate, place)
+def _drop(x: Tensor, token_dropout: TokenDropout | None, rate: float, place: int) -> Tensor:
+    return x if token_dropout is None else token_dropout.drop_at(x, rate, place)

@@ -1,6 +1,6 @@
 """Configuration of the decoder, for all families.
 
-Every field describes what the decoder computes, independently of the family.
+The fields describe the computation of the decoder, independently of the family.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Experts:
     """Mixture of experts that replaces the MLP; each token is sent to `top_k` of the `num` experts.
 
     No token is dropped. `intermediate_size` is the width of each expert. If `normalize` is True,
-    the probabilities of the chosen experts are scaled so that their sum is 1. `layers` says for
-    each layer whether it has experts; if it is empty, all layers have them.
+    the probabilities of the chosen experts are scaled so that their sum is 1. `layers[i]` is
+    True if layer i has experts; if `layers` is empty, all layers have experts.
     """
 
     num: int
     top_k: int
     intermediate_size: int
     normalize: bool = True
-    layers: tuple[bool, ...] = ()  # per layer: True if it has experts; empty: all have
+    layers: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class TransformerConfig:
     activation: Activation = "silu"
     gated: bool = True
     rope: Rope | None = None
-    learned_positions: int | None = None  # rows of the position table, the offset included
-    position_offset: int = 0  # rows of the table before position 0
+    learned_positions: int | None = None  # rows of the position table, including the offset
+    position_offset: int = 0  # rows of the position table before position 0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -85,18 +85,16 @@ class TransformerConfig:
     layer_scaled_attention: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None
-    # per layer: keys a position sees, itself included; empty: no limit anywhere
+    # per layer: number of keys that a position sees, including itself; empty: no limits
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
     # width of the embeddings, which are projected to and from hidden_size; None: hidden_size
     embed_dim: int | None = None
     parallel_residual: bool = False
     tied: bool = False
-    prefix_tokens: int = (
-        # Number of trained tokens before each sequence, whose keys and values every token sees
-        # (`weft.models.network.prefix`).
-        0
-    )
+    # trained tokens before each sequence, whose keys and values all its tokens see; set by prefix
+    # tuning (`weft.models.network.prefix`)
+    prefix_tokens: int = 0
     experts: Experts | None = None
     initializer_range: float = 0.02
     # dropout while training: of the embeddings, of the outputs of attention and MLP, and of the
@@ -118,10 +116,11 @@ class TransformerConfig:
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
-        """Return the number of keys to which a token of the layer can attend; None means no limit."""
+        """Return the number of keys to which a token attends in this layer; None means no limit."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:
+        """Return whether the layer has experts instead of an MLP."""
         return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
 
     @property
@@ -131,13 +130,13 @@ class TransformerConfig:
         To balance the stages of a pipeline, the last stage gets this many fewer layers than the
         others.
         """
-        inner = self.intermediate_size
-        active = 1
+        mlp_size = self.intermediate_size
+        num_mlps = 1
         if self.experts is not None:
-            inner = self.experts.intermediate_size
-            active = self.experts.top_k
+            mlp_size = self.experts.intermediate_size
+            num_mlps = self.experts.top_k
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        mlp = active * inner * (3 if self.gated else 2)
+        mlp = num_mlps * mlp_size * (3 if self.gated else 2)
         return (
             self.vocab_size
             * (self.embed_dim or self.hidden_size)
@@ -151,15 +150,18 @@ class TransformerConfig:
         matrices = (3 if self.gated else 2) * self.hidden_size
         mlp = matrices * self.intermediate_size * self.num_layers
         if self.experts is not None:
+            # Layers with experts have these instead of the MLP.
             if self.experts.layers:
-                sparse = sum(self.experts.layers)
+                num_sparse_layers = sum(self.experts.layers)
             else:
-                sparse = self.num_layers
-            mlp = mlp - matrices * self.intermediate_size * sparse
-            mlp += matrices * self.experts.intermediate_size * self.experts.num * sparse
-        ends = self.vocab_size * (self.embed_dim or self.hidden_size) * (1 if self.tied else 2)
+                num_sparse_layers = self.num_layers
+            mlp = mlp - matrices * self.intermediate_size * num_sparse_layers
+            mlp += matrices * self.experts.intermediate_size * self.experts.num * num_sparse_layers
+        embeddings = (
+            self.vocab_size * (self.embed_dim or self.hidden_size) * (1 if self.tied else 2)
+        )
         return (
-            ends
+            embeddings
             + (self.learned_positions or 0) * self.hidden_size
             + attention * self.num_layers
             + mlp

@@ -28,8 +28,8 @@ from weft import randomness
 PURPOSE = "dropout"
 CHANNEL_BITS = 20  # a site has at most 2^21 channels
 EMBEDDING = 0
-SITES_A_LAYER = 16
-# Sites of a layer; each adapter has a separate one, from ADAPTERS on.
+SITES_PER_LAYER = 16
+# Indices of a layer's sites; each adapter has a separate site, from index ADAPTERS on.
 ATTENTION_OUT = 0
 MLP_OUT = 1
 ADAPTERS = 2
@@ -38,10 +38,9 @@ ADAPTERS = 2
 def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
     """Return the index of a dropout site among all sites of the network.
 
-    A site is a step of the computation at which dropout is applied. Site 0 is the embedding.
-    `place` is the index of the site within layer `layer`.
+    Site 0 is the embedding. `place` is the index of the site within layer `layer`.
     """
-    return 1 + layer * SITES_A_LAYER + place
+    return 1 + layer * SITES_PER_LAYER + place
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class TokenDropout:
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """Return the dropout data of some of the tokens. `tokens` has their indices, int64 [n]."""
+        """Return the dropout data of the tokens with the indices `tokens`, int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
@@ -134,10 +133,14 @@ class TokenDropout:
         row of `weights[i]` has position `position` in that sequence.
         """
         heads, rows, length = weights.shape[1:]
-        place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
-        key = self.keys[tokens[:, 0]]
+        head_indices = (
+            torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
+        )
+        keys = self.keys[tokens[:, 0]]
         # Counters with first word -1, which no position has.
-        key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)
+        key0, key1 = threefry(
+            keys[:, :1], keys[:, 1:], torch.full_like(head_indices, -1), head_indices
+        )
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
         query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
@@ -169,9 +172,9 @@ def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, 
     x = x + key0
     y = y + key1
     for block in range(5):
-        for turn in randomness.ROTATIONS[4 * (block % 2) : 4 * (block % 2) + 4]:
+        for rotation in randomness.ROTATIONS[4 * (block % 2) : 4 * (block % 2) + 4]:
             x = x + y
-            y = ((y << turn) | ((y >> (32 - turn)) & ((1 << turn) - 1))) ^ x
+            y = ((y << rotation) | ((y >> (32 - rotation)) & ((1 << rotation) - 1))) ^ x
         x = x + schedule[(block + 1) % 3]
         y = y + schedule[(block + 2) % 3] + (block + 1)
     return x, y

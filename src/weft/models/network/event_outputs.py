@@ -2,7 +2,7 @@
 
 `token_outputs` computes the outputs for one label. For K ids per row, there are K + 1 events: one
 for each of the ids, and one for "any other id". Two networks are compared by the log-probs of these
-events alone: a teacher sends its K most likely ids and the log-probs of the events, and the student
+events: a teacher sends its K most likely ids and the log-probs of the events, and the student
 is trained with its own log-probs of the same events.
 
 The probability of "any other id" is the sum over all other ids. Computing it as 1 minus the sum
@@ -32,7 +32,7 @@ from weft.models.network.output_projection import (
 )
 from weft.models.network.packed import RowGradient, TopIds
 
-# the outputs that `_GivenLogprobs` returns, in this order
+# Outputs that `_GivenLogprobs` returns, in this order.
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")
 TOP_OUTPUTS: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
 
@@ -55,8 +55,10 @@ def compute_top_outputs(
     networks), without a gradient.
     """
     vocabulary = projection.vocabulary
-    size = projection.vocab_size
-    count = min(top.count, size if top.below is None else min(size, top.below))
+    num_ids = projection.vocab_size
+    if top.below is not None:
+        num_ids = min(num_ids, top.below)
+    count = min(top.count, num_ids)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=dtype)
@@ -83,25 +85,29 @@ def compute_given_outputs(
     """Return the log-probs of the given `ids`, and of all other ids together.
 
     `ids` is int [N, K], and the ids of a row are distinct. The result contains `given_logprobs` [N,
-    K + 1]: the log-probs of the ids, followed by the log-prob of all other ids together. With
+    K + 1]: the log-probs of the ids, followed by the log-prob of all other ids together. If
     `labelled`, it also contains `logprobs` [N], the log-probs of `labels`. Both outputs are
     differentiable in `hidden` [N, H] and in the projection.
 
     The dtypes and the arguments `temperature`, `chunk` and `gradient` are the same as in
     `weft.models.network.token_outputs.compute_token_outputs`.
     """
-    known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or projection.count_chunk_rows()
-    sums = projection.gradient_sum
     settings = _EventSettings(
-        labels, projection.softcap, temperature, rows, labelled, known, projection.vocabulary, sums
+        labels=labels,
+        softcap=projection.softcap,
+        temperature=temperature,
+        chunk=chunk or projection.count_chunk_rows(),
+        labelled=labelled,
+        gradient=gradient if torch.is_grad_enabled() else None,
+        vocabulary=projection.vocabulary,
+        gradient_sum=projection.gradient_sum,
     )
-    given, logprobs = _GivenLogprobs.apply(
+    given_logprobs, logprobs = _GivenLogprobs.apply(
         hidden, projection.weight, projection.bias, ids, settings
     )
     if labelled:
-        return {"given_logprobs": given, "logprobs": logprobs}
-    return {"given_logprobs": given}
+        return {"given_logprobs": given_logprobs, "logprobs": logprobs}
+    return {"given_logprobs": given_logprobs}
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class _EventSettings:
     gradient_sum: kernels.GradientSum | None
 
     def build_projection(self, weight: Tensor, bias: Tensor | None) -> OutputProjection:
+        """Return the projection with these parameters, without a gradient sum."""
         return OutputProjection(weight, bias, self.softcap, self.vocabulary)
 
 
@@ -144,9 +151,9 @@ class _EventLogprobs:
     other ids.
     """
 
-    logprobs: Tensor  # [R, K + 1]
-    lse: Tensor  # [R]: log-sum-exp of all logits
-    others: Tensor  # [R]: log-sum-exp of the logits of other ids
+    logprobs: Tensor
+    lse: Tensor
+    others: Tensor
 
     @classmethod
     def from_logits(
@@ -155,18 +162,18 @@ class _EventLogprobs:
         """Return the log-probs of each of K given ids, and of "any other id".
 
         `columns`, int64 [R, K], are the columns of the ids in `logits` [R, V], or -1. The logits of
-        the given ids are overwritten with minus infinity, so that the log-sum-exp of a row is that
-        of the other ids.
+        the given ids are overwritten with minus infinity, so that the log-sum-exp of a row covers
+        only the other ids.
         """
-        own = vocabulary.gather(logits, columns)
-        vocabulary.scatter(logits, columns, torch.full_like(own, float("-inf")))
+        given_logits = vocabulary.gather(logits, columns)
+        vocabulary.scatter(logits, columns, torch.full_like(given_logits, float("-inf")))
         if columns.shape[1] == vocabulary.count_ids(logits.shape[1]):
             others = logits.new_full((len(logits),), float("-inf"))
         else:
             others = vocabulary.logsumexp(kernels.statistics(logits).lse)
-        each = torch.cat([own, others[:, None]], dim=1)
-        lse = each.logsumexp(dim=1)
-        return cls(each - lse[:, None], lse, others)
+        event_logits = torch.cat([given_logits, others[:, None]], dim=1)
+        lse = event_logits.logsumexp(dim=1)
+        return cls(event_logits - lse[:, None], lse, others)
 
     def compute_logits_gradient(
         self,
@@ -203,8 +210,8 @@ class _EventLogprobs:
         vocabulary.scatter(grad_logits, columns, grad_event[:, :-1])
         if grad_label is None:
             return grad_logits
-        own = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
-        return grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
+        grad_column = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
+        return grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], grad_column[:, None])
 
 
 class _EventChunk:
@@ -226,21 +233,25 @@ class _EventChunk:
         self._projection = projection
         self._temperature = temperature
         vocabulary = projection.vocabulary
-        self._columns, self._labels = (
-            vocabulary.find_columns(each, logits.shape[1]) for each in (ids.long(), labels)
-        )
-        own = vocabulary.gather(logits, self._labels[:, None])[:, 0]
+        self._columns = vocabulary.find_columns(ids.long(), logits.shape[1])
+        self._labels = vocabulary.find_columns(labels, logits.shape[1])
+        # Read the labels' logits first, because `from_logits` overwrites logits.
+        label_logits = vocabulary.gather(logits, self._labels[:, None])[:, 0]
         self.events = _EventLogprobs.from_logits(logits, self._columns, vocabulary)
-        self.logprobs = own - self.events.lse
+        self.logprobs = label_logits - self.events.lse
         self._logits = logits
 
-    def add(self, total: ProjectionGradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
+    def add(
+        self, total: ProjectionGradients, rows: slice, output_grads: Mapping[Output, Tensor]
+    ) -> None:
         """Add the gradients of this chunk to `total`; this can be called only once.
 
-        `rows` selects the rows of this chunk among all rows of the pass. `given` contains the
-        gradients with respect to the outputs, for all rows of the pass.
+        `rows` selects the rows of this chunk among all rows of the pass. `output_grads` contains
+        the gradients with respect to the outputs, for all rows of the pass.
         """
-        grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
+        grad_event, grad_label = (
+            output_grads[name][rows] if name in output_grads else None for name in OUTPUTS
+        )
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
         grad_logits = self.events.compute_logits_gradient(
@@ -276,7 +287,7 @@ class _GivenLogprobs(torch.autograd.Function):
         settings: _EventSettings,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=dtype)
+        given_logprobs = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=dtype)
         logprobs = hidden.new_zeros(len(ids), dtype=dtype)
         projection = settings.build_projection(weight, bias)
         total = None
@@ -289,21 +300,26 @@ class _GivenLogprobs(torch.autograd.Function):
             chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
-            given[rows], logprobs[rows] = chunk.events.logprobs, chunk.logprobs
+            given_logprobs[rows] = chunk.events.logprobs
+            logprobs[rows] = chunk.logprobs
+            # If the output gradients are known already, compute the gradients of this chunk too.
             if settings.gradient is not None and total is not None:
-                chunk_grads = settings.gradient({"given_logprobs": given, "logprobs": logprobs})
+                outputs: dict[Output, Tensor] = {
+                    "given_logprobs": given_logprobs,
+                    "logprobs": logprobs,
+                }
+                chunk_grads = settings.gradient(outputs)
                 for name in OUTPUTS if settings.labelled else OUTPUTS[:1]:
                     if name in chunk_grads:
-                        output_grads.setdefault(name, torch.zeros_like(chunk_grads[name]))[rows] = (
-                            chunk_grads[name][rows]
-                        )
+                        value = chunk_grads[name]
+                        output_grads.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
                 chunk.add(total, rows, output_grads)
             del chunk  # free it before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
         ctx.precomputed = None if total is None else (total, output_grads)
         ctx.set_materialize_grads(False)
-        return given, logprobs
+        return given_logprobs, logprobs
 
     @staticmethod
     @once_differentiable
@@ -314,15 +330,17 @@ class _GivenLogprobs(torch.autograd.Function):
         settings: _EventSettings = ctx.settings
         precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.precomputed
         ctx.precomputed = None  # free the gradients, except those of the parameters
+        # If the forward pass computed the gradients from these output gradients, return them.
         if precomputed is not None and all(
             is_same_gradient(value, precomputed[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
             return precomputed[0].cast()
-        known = {}
+        # Otherwise, compute the logits again.
+        output_grads = {}
         for name, value in zip(OUTPUTS, gradients, strict=True):
             if value is not None:
-                known[name] = value
+                output_grads[name] = value
         total = ProjectionGradients(
             hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
         )
@@ -331,6 +349,6 @@ class _GivenLogprobs(torch.autograd.Function):
             chunk = _EventChunk(
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
-            chunk.add(total, rows, known)
+            chunk.add(total, rows, output_grads)
             del chunk  # free it before the next chunk is computed
         return total.cast()

@@ -1,4 +1,4 @@
-"""Linear layers, fused where they share an input, and a network's parameters by canonical name.
+"""Linear layers, fused if they have the same input, and a network's parameters by canonical name.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
@@ -21,7 +21,7 @@ from weft.models.network import quantized
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.quantized import Quantized
 
-# Sums to which the gradients of A and B are added, instead of their `grad`.
+# Sums to which the gradients of A and B are added, instead of to their `grad`.
 Sums = tuple[GradientSum | None, GradientSum | None]
 
 
@@ -45,9 +45,9 @@ class Adapter(nn.Module):
         self.place = place
         self.active = True
         self.gradient_sums: Sums = (None, None)
-        lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
-        self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
-        self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
+        *leading_sizes, outputs, inputs = weight.shape
+        self.lora_a = nn.Parameter(weight.new_empty(*leading_sizes, r, inputs))
+        self.lora_b = nn.Parameter(weight.new_zeros(*leading_sizes, outputs, r))
 
     def apply_dropout(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
         """Return x after the adapter's dropout, or None if there is no dropout."""
@@ -69,12 +69,12 @@ def apply_adapter(
     """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
     A is `a` [r, in], and B is `b` [out, r]. If `dropped` is None, y is x. W and the bias are
-    frozen. `sums` is a pair: the gradient of A is added to the first element if it is not None, and
-    that of B to the second.
+    frozen. If the first element of `sums` is not None, the gradient of A is added to it; the second
+    element does the same for B.
     """
     if torch.compiler.is_compiling():
-        low = nn.functional.linear(x if dropped is None else dropped, a)
-        return nn.functional.linear(x, weight, bias) + scale * nn.functional.linear(low, b)
+        low_rank = nn.functional.linear(x if dropped is None else dropped, a)
+        return nn.functional.linear(x, weight, bias) + scale * nn.functional.linear(low_rank, b)
     y: Tensor = _AdaptedLinear.apply(x, dropped, weight, bias, a, b, (scale, sums))
     return y
 
@@ -127,7 +127,7 @@ class Linear(nn.Module):
         return slice(start, start + self.parts[part])
 
     def find_adapter(self, part: str) -> Adapter | None:
-        """Return the adapter of the fused layer `part` (such as "q"), or None without an adapter."""
+        """Return the adapter of the fused layer `part`, such as "q", or None if it has none."""
         adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert adapter is None or isinstance(adapter, Adapter)
         return adapter
@@ -143,7 +143,7 @@ class Linear(nn.Module):
         outputs = []
         for part in self.parts:
             weight = self.weight[self.find_rows(part)]
-            own = None if bias is None else bias[self.find_rows(part)]
+            part_bias = None if bias is None else bias[self.find_rows(part)]
             adapter = self.find_adapter(part)
             if adapter is not None and adapter.active:
                 dropped = adapter.apply_dropout(x, dropout)
@@ -151,13 +151,13 @@ class Linear(nn.Module):
                 b = adapter.lora_b
                 outputs.append(
                     apply_adapter(
-                        x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums
+                        x, dropped, weight, part_bias, a, b, adapter.scale, adapter.gradient_sums
                     )
                 )
             elif isinstance(weight, Quantized):
-                outputs.append(quantized.linear(x, weight, own))
+                outputs.append(quantized.linear(x, weight, part_bias))
             else:
-                outputs.append(kernels.linear(x, weight, own))
+                outputs.append(kernels.linear(x, weight, part_bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
@@ -183,11 +183,8 @@ class DownLinear(Linear):
         x is the input of the activation function: up [T, in] or, with a gate, gate and up side by
         side [T, 2 in].
         """
-        if (
-            len(self.adapters)
-            or self.is_quantized
-            or (self.narrow is not None and torch.compiler.is_compiling())
-        ):
+        uses_narrow = self.narrow is not None and torch.compiler.is_compiling()
+        if len(self.adapters) or self.is_quantized or uses_narrow:
             activated = kernels.activated(x, self.gated, self.activation)
             return super().forward(activated, dropout, biased=biased)
         bias = self.bias if biased else None
@@ -207,58 +204,56 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        y: Tensor | None,
+        dropped: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
-        how: tuple[float, Sums],
+        settings: tuple[float, Sums],
     ) -> Tensor:
-        scale, ctx.sums = how
-        source = x if y is None else y
-        low = kernels.product(source, a).mul_(scale)
-        out = kernels.product(x, quantized.to_whole(weight), bias)
-        kernels.add_product(out, low, b)
-        ctx.save_for_backward(source, weight, a, b, low)
+        scale, ctx.sums = settings
+        adapter_input = x if dropped is None else dropped
+        low_rank = kernels.product(adapter_input, a).mul_(scale)
+        out = kernels.product(x, quantized.dequantize(weight), bias)
+        kernels.add_product(out, low_rank, b)
+        ctx.save_for_backward(adapter_input, weight, a, b, low_rank)
         ctx.scale = scale
-        ctx.apart = y is not None
+        ctx.has_dropped_input = dropped is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (source, weight, a, b, low), grad_out, needed = (
-            ctx.saved_tensors,
-            gradients[0],
-            ctx.needs_input_grad,
-        )
+        adapter_input, weight, a, b, low_rank = ctx.saved_tensors
+        grad_out = gradients[0]
+        needed = ctx.needs_input_grad
         assert not needed[2] and not needed[3], "the base is frozen"
         grad_low = kernels.product(grad_out, b.T).mul_(ctx.scale)
         if needed[0]:
-            grad_x = kernels.product(grad_out, quantized.to_whole(weight).T)
+            grad_x = kernels.product(grad_out, quantized.dequantize(weight).T)
         else:
             grad_x = None
-        grad_y = kernels.product(grad_low, a.T) if needed[1] else None
-        if grad_x is not None and not ctx.apart:
+        grad_dropped = kernels.product(grad_low, a.T) if needed[1] else None
+        if grad_x is not None and not ctx.has_dropped_input:
             kernels.add_product(grad_x, grad_low, a.T)
         if needed[4]:
-            grad_a = kernels.compute_weight_gradient(grad_low.T, source.T, ctx.sums[0])
+            grad_a = kernels.compute_weight_gradient(grad_low.T, adapter_input.T, ctx.sums[0])
         else:
             grad_a = None
         if needed[5]:
-            grad_b = kernels.compute_weight_gradient(grad_out.T, low.T, ctx.sums[1])
+            grad_b = kernels.compute_weight_gradient(grad_out.T, low_rank.T, ctx.sums[1])
         else:
             grad_b = None
-        return grad_x, grad_y, None, None, grad_a, grad_b, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None
 
 
 @dataclass(frozen=True)
 class StoredParameter:
     """Location of a canonical parameter in the network.
 
-    Canonical parameters do not depend on how the network stores them: it can store several as one.
-    For example, the canonical parameters `q.weight`, `k.weight` and `v.weight` of an attention
-    layer are rows of the stored parameter `qkv.weight`.
+    The network can store several canonical parameters as one. For example, the canonical parameters
+    `q.weight`, `k.weight` and `v.weight` of an attention layer are rows of the stored parameter
+    `qkv.weight`.
 
     Attributes:
         name: Name of the stored parameter in the network.
@@ -266,7 +261,7 @@ class StoredParameter:
         rows: Rows of the stored parameter that are the canonical parameter; None means all rows.
     """
 
-    name: str  # name of the stored parameter in the network
+    name: str
     parameter: nn.Parameter
     rows: slice | None = None
 
@@ -284,18 +279,18 @@ class StoredParameter:
     def requires_grad(self) -> bool:
         return self.parameter.requires_grad
 
-    def select_rows(self, whole: Tensor) -> Tensor:
-        """Return the part of `whole` that corresponds to `rows`, or all of it if `rows` is None.
+    def select_rows(self, values: Tensor) -> Tensor:
+        """Return the rows of `values` in `rows`, or `values` itself if `rows` is None.
 
-        `whole` has the shape of the stored parameter; it can be, for example, the gradient.
+        `values` has the shape of the stored parameter, and is for example its gradient.
         """
-        return whole if self.rows is None else whole[self.rows]
+        return values if self.rows is None else values[self.rows]
 
 
 def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
     """Return the location of every parameter by canonical name; tied parameters are listed once.
 
-    Parameters of modules that are not weft's keep the names that they have in the module.
+    Parameters outside of weft's modules have the same name in the network as their canonical name.
     """
     parameters: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -317,15 +312,19 @@ def find_canonical_values(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _iterate_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
+    """Yield (canonical name, location) of the parameters of the module at `path`, but not below it.
+
+    The parameters of adapters are listed with their layers.
+    """
     if isinstance(module, Adapter):
-        return  # its layer yields its parameters
+        return
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
         for part in module.parts:
             yield from _iterate_part(f"{parent}.{part}".lstrip("."), path, module, part)
         return
-    for own, parameter in module.named_parameters(recurse=False):
-        name = f"{path}.{own}".lstrip(".")
+    for local_name, parameter in module.named_parameters(recurse=False):
+        name = f"{path}.{local_name}".lstrip(".")
         yield name, StoredParameter(name, parameter)
     adapter = getattr(module, "adapter", None)
     if isinstance(adapter, Adapter):
@@ -335,6 +334,7 @@ def _iterate_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredP
 def _iterate_part(
     name: str, path: str, module: Linear, part: str
 ) -> Iterator[tuple[str, StoredParameter]]:
+    """Yield the parameters of the fused layer `part` of a module; `name` is the layer's name."""
     rows = module.find_rows(part) if len(module.parts) > 1 else None
     yield f"{name}.weight", StoredParameter(f"{path}.weight", module.weight, rows)
     if module.bias is not None:
@@ -346,15 +346,15 @@ def _iterate_part(
 def _iterate_adapter(
     name: str, path: str, adapter: Adapter
 ) -> Iterator[tuple[str, StoredParameter]]:
-    for own in ("lora_a", "lora_b"):
-        yield f"{name}.{own}", StoredParameter(f"{path}.{own}", getattr(adapter, own))
+    for matrix in ("lora_a", "lora_b"):
+        yield f"{name}.{matrix}", StoredParameter(f"{path}.{matrix}", getattr(adapter, matrix))
 
 
 def number_block(name: str, layers: Sequence[int] | None) -> str:
     """Return `name` with the local index of its block replaced by the index in the whole network.
 
-    `layers` are the indices of the local blocks in the whole network; None leaves the name
-    unchanged.
+    `layers` are the indices of the local blocks in the whole network. If it is None, the name is
+    returned unchanged.
     """
     parts = name.split(".")
     if layers is not None and parts[0] == "blocks" and len(parts) > 1:

@@ -29,7 +29,7 @@ from weft.models.network.linear import Adapter, Linear, find_canonical_parameter
 from weft.models.network.moe import ExpertStack
 from weft.models.network.prefix import PrefixKeysValues
 
-# the linear layers of a block, by their canonical names
+# Canonical names of the linear layers of a block.
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 A = "lora_a"
 B = "lora_b"
@@ -44,7 +44,7 @@ def attach(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """Add adapters of rank `r` to a network and freeze the rest of it.
+    """Add adapters of rank `r` to a network, and freeze the other parameters.
 
     `targets` are the names of the layers that get adapters, by default `TARGETS`. A value or score
     head is not frozen. If x is the input of a layer, its adapter adds alpha / r * B A x to the
@@ -68,16 +68,16 @@ def add(
 
     Use this if the values of `lora_a` are set afterwards.
     """
-    there = list(_find_layers(network))
-    held = {name.rsplit(".", 1)[1] for name in there}
+    layers = list(_find_layers(network))
+    available = {name.rsplit(".", 1)[1] for name in layers}
     for target in targets:
-        if target not in held:
-            near = find_nearest(target, held) or sorted(held)
+        if target not in available:
+            names = ", ".join(find_nearest(target, available) or sorted(available))
             raise ConfigError(
-                f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}"
+                f"lora.targets: this network has no layers {target!r}; it has {names}"
             )
     layer_names = []
-    for name in there:
+    for name in layers:
         if name.rsplit(".", 1)[1] in (targets or TARGETS):
             layer_names.append(name)
     attach_ranks(network, dict.fromkeys(layer_names, (r, alpha / r)), dropout)
@@ -86,15 +86,14 @@ def add(
 def draw_initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial values of the adapter parameter `name`, in float32.
 
-    They depend only on the name, the shape and the seed.
+    The values depend only on the name, the shape and the seed.
     """
     if name.endswith(B):
         return torch.zeros(shape)
     low, high = randomness.derive_key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(
-        shape[-1]
-    )
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float32)
+    return (uniform * 2 - 1) / math.sqrt(shape[-1])
 
 
 def attach_ranks(
@@ -129,16 +128,16 @@ def _find_layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, st
     """
     layers: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
-        place = number_block(path, getattr(network, "held_layers", None))
-        if not place.startswith("blocks."):
+        name = number_block(path, getattr(network, "held_layers", None))
+        if not name.startswith("blocks."):
             continue
         if isinstance(module, Linear):
-            parent = place.rpartition(".")[0]
+            parent = name.rpartition(".")[0]
             for part in module.parts:
                 if part in TARGETS:
                     layers[f"{parent}.{part}"] = (module, part)
         elif isinstance(module, ExpertStack):
-            layers[place] = (module, "")
+            layers[name] = (module, "")
     return layers
 
 
@@ -167,17 +166,14 @@ def list_adapters(layer: Linear) -> list[Adapter]:
 @contextmanager
 def disable_adapters(network: nn.Module) -> Iterator[None]:
     """Disable all adapters and prefixes in a `with` block, so that the network is the base model."""
-    held = []
-    for module in network.modules():
-        if isinstance(module, Adapter | PrefixKeysValues):
-            held.append(module)
-    for adapter in held:
-        adapter.active = False
+    modules = [m for m in network.modules() if isinstance(m, Adapter | PrefixKeysValues)]
+    for module in modules:
+        module.active = False
     try:
         yield
     finally:
-        for adapter in held:
-            adapter.active = True
+        for module in modules:
+            module.active = True
 
 
 def collect_scales(network: nn.Module) -> dict[str, float]:
@@ -193,9 +189,9 @@ def is_adapter(name: str) -> bool:
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> Mapping[str, Tensor]:
     """Return the canonical parameters with the adapters merged: weight + scale B A.
 
-    Each is computed when it is read, and kept until another one is: matrices of experts are read
-    from one parameter, one after the other. The sums are computed in the widest dtype of weight, A
-    and B, at least float32, and converted to the dtype of the weight.
+    A merged weight is computed when it is read. Only the last one is cached, because the matrices
+    of all experts are read from the same parameter, one after the other. See `merge_weight` for the
+    dtypes.
     """
     return _MergedParameters(parameters, scales)
 
@@ -219,7 +215,7 @@ class _MergedParameters(Mapping[str, Tensor]):
         if is_adapter(name):
             raise KeyError(name)
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one is computed
+            self._last = None  # free the last weight before the next one is computed
             self._last = name, self._compute(name)
         return self._last[1]
 
@@ -237,6 +233,6 @@ def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
     The sum is computed in the widest dtype of `weight`, `a` and `b`, at least float32.
     """
-    wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
-    update = scale * (b.detach().to(wide) @ a.detach().to(wide))
-    return (weight.detach().to(wide) + update).to(weight.dtype)
+    dtype = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
+    update = scale * (b.detach().to(dtype) @ a.detach().to(dtype))
+    return (weight.detach().to(dtype) + update).to(weight.dtype)

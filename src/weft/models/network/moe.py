@@ -19,17 +19,16 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Adapter, Linear, apply_adapter
 
-DEFAULT_AUX_LOSS_WEIGHT = (
-    0.001  # default of router_aux_loss_coef in a config.json that asks for the loss
-)
+# Weight of the loss if config.json sets `output_router_logits` but no `router_aux_loss_coef`.
+DEFAULT_AUX_LOSS_WEIGHT = 0.001
 
 
 class ExpertStack(nn.Module):
     """One matrix per expert, stacked: `weight` is [experts, out, in]."""
 
-    def __init__(self, num: int, inputs: int, outputs: int) -> None:
+    def __init__(self, num_experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
+        self.weight = nn.Parameter(torch.empty(num_experts, outputs, inputs))
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None = None) -> Tensor:
@@ -41,24 +40,29 @@ class ExpertStack(nn.Module):
         if adapter is None or not adapter.active:
             return kernels.grouped_linear(x, self.weight, groups)
         dropped = adapter.apply_dropout(x, dropout)
+        # With a grouped kernel, compute all experts at once.
         if kernels.serves_groups(x, self.weight, adapter.lora_a, adapter.lora_b):
-            low = (
-                kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups)
-                * adapter.scale
-            )
+            adapter_input = x if dropped is None else dropped
+            low_rank = kernels.grouped_linear(adapter_input, adapter.lora_a, groups) * adapter.scale
             base_output = kernels.grouped_linear(x, self.weight, groups)
-            return base_output + kernels.grouped_linear(low, adapter.lora_b, groups)
+            return base_output + kernels.grouped_linear(low_rank, adapter.lora_b, groups)
         # Without a grouped kernel, compute one expert after the other.
-        parts = x.split(groups.sizes)
         sizes = groups.sizes
-        others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
-        each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
-        by_expert = []
-        for own, y, w, a, b in each:
-            if len(own):
-                by_expert.append(apply_adapter(own, y, w, None, a, b, adapter.scale))
+        dropped_parts = [None] * len(sizes) if dropped is None else dropped.split(sizes)
+        experts = zip(
+            x.split(sizes),
+            dropped_parts,
+            self.weight,
+            adapter.lora_a,
+            adapter.lora_b,
+            strict=True,
+        )
+        outputs = []
+        for rows, dropped_rows, weight, a, b in experts:
+            if len(rows):
+                outputs.append(apply_adapter(rows, dropped_rows, weight, None, a, b, adapter.scale))
         # Without rows, still use the parameters, so that their gradients are 0 and not missing.
-        if not by_expert:
+        if not outputs:
             return apply_adapter(
                 x,
                 dropped,
@@ -68,7 +72,7 @@ class ExpertStack(nn.Module):
                 adapter.lora_b[0],
                 adapter.scale,
             )
-        return torch.cat(by_expert)
+        return torch.cat(outputs)
 
 
 class ExpertMLP(nn.Module):
@@ -96,7 +100,7 @@ class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
     The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). Passes in
-    training mode add the load of the experts to `loads`, until `take_loads` takes them.
+    training mode append the load of the busiest expert to `loads`; `take_loads` empties it.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -108,7 +112,8 @@ class MoE(nn.Module):
         self.normalize = experts.normalize
         self.router = Linear(hidden, {"router": experts.num}, bias=False)
         self.experts = ExpertMLP(experts.num, hidden, experts.intermediate_size, config.activation)
-        self.loads: list[Tensor] = []  # tokens of the busiest expert, relative to the mean
+        # For each pass: tokens of the busiest expert, divided by the mean over the experts.
+        self.loads: list[Tensor] = []
 
     def forward(
         self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None
@@ -118,29 +123,29 @@ class MoE(nn.Module):
         probabilities = torch.softmax(
             logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
         )
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        weights, expert_ids = probabilities.topk(self.top_k, dim=-1)
         if aux_loss is not None:
-            aux_loss.add(probabilities, chosen)
+            aux_loss.add(probabilities, expert_ids)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        # Sort the pairs of token and expert by expert.
-        order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
-        token = order // self.top_k
-        counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
-            0, chosen.flatten(), torch.ones_like(token)
+        # Sort the pairs (token, choice) by expert.
+        order = expert_ids.flatten().argsort(stable=True)
+        tokens = order // self.top_k
+        counts = expert_ids.new_zeros(logits.shape[1]).scatter_add_(
+            0, expert_ids.flatten(), torch.ones_like(tokens)
         )
         if self.training and not torch.compiler.is_compiling():
             self.loads.append(counts.max() / counts.sum().clamp(min=1) * len(counts))
         groups = RowGroups(counts)
-        inputs = x.index_select(0, token)
-        keys = None if dropout is None else dropout.select(token)
-        outputs = self.experts(inputs, groups, keys)
+        inputs = x.index_select(0, tokens)
+        expert_dropout = None if dropout is None else dropout.select(tokens)
+        outputs = self.experts(inputs, groups, expert_dropout)
         # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
-        return torch.zeros_like(x).index_add(0, token, weighted)
+        return torch.zeros_like(x).index_add(0, tokens, weighted)
 
     def take_loads(self) -> list[Tensor]:
-        """Return the loads recorded since the last call, and forget them."""
+        """Return the loads recorded since the last call, and clear them."""
         loads = self.loads
         self.loads = []
         return loads
@@ -179,22 +184,22 @@ class MoEAuxLoss:
                 computes only some of the layers.
             layers: List to which each layer's values are added, by default a new list.
             average: Function that returns the mean over the tokens of each sequence, [T, E] -> [S,
-                E]; by default that of a pack with all tokens of its sequences.
+                E]. By default, the pass must have all tokens of its sequences.
         """
         self.lengths = lengths
         self.num_layers = num_layers
         self.layers = [] if layers is None else layers
         self._average = average
 
-    def add(self, probabilities: Tensor, chosen: Tensor) -> None:
+    def add(self, probabilities: Tensor, expert_ids: Tensor) -> None:
         """Add the loss of one layer's router.
 
-        `probabilities` is float [T, E], and `chosen`, int64 [T, top_k], are the experts to which
-        each token is sent.
+        `probabilities` is float [T, E], and `expert_ids`, int64 [T, top_k], are the experts to
+        which each token is sent.
         """
-        used = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+        is_used = torch.zeros_like(probabilities).scatter_(1, expert_ids, 1.0)
         average = self._average or self._average_over_tokens
-        shares = average(used)
+        shares = average(is_used)
         means = average(probabilities)
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 

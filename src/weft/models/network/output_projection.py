@@ -1,8 +1,8 @@
-"""Output layer: the vocabulary of its logits, the logits, and its gradients.
+"""Output layer of a language model: its logits, their vocabulary, and the layer's gradients.
 
 The columns of logits [R, V] are consecutive ids of the vocabulary. `WholeVocabulary` is for an
-output layer that computes the logits of all ids. Other implementations of `OutputVocabulary` can be
-for an output layer that computes only some of them: column 0 is then another id than 0.
+output layer that computes the logits of all ids. An output layer that computes only some of the
+logits uses another implementation of `OutputVocabulary`; column 0 need not be id 0 then.
 
 The logits [N, vocabulary] are never in memory as a whole: rows are computed in chunks.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from weft import kernels
 from weft.kernels import SoftmaxStatistics
 
-# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
-# float32; an accelerator needs more rows to run at full speed.
+# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, this is
+# 64 MB in float32; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, too costly for fewer rows
+LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, which is slow for fewer rows
 
 
 class OutputVocabulary(Protocol):
@@ -36,10 +36,10 @@ class OutputVocabulary(Protocol):
         """Return the size of the vocabulary, for logits with this number of columns."""
         ...
 
-    def count_most_columns(self, columns: int) -> int:
+    def count_max_columns(self, columns: int) -> int:
         """Return the largest number of columns of any part of the vocabulary.
 
-        The number of rows per chunk is computed from it.
+        The chunk size is computed from this number, so that it is the same for all parts.
         """
         ...
 
@@ -92,7 +92,7 @@ class WholeVocabulary:
     def count_ids(self, columns: int) -> int:
         return columns
 
-    def count_most_columns(self, columns: int) -> int:
+    def count_max_columns(self, columns: int) -> int:
         return columns
 
     def find_ids(self, columns: int) -> slice:
@@ -137,7 +137,7 @@ class OutputProjection:
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     vocabulary: OutputVocabulary = WHOLE
-    # sum to which the weight's gradient is added, instead of its `grad`
+    # Sum to which the weight's gradient is added, instead of to its `grad`.
     gradient_sum: kernels.GradientSum | None = None
 
     @property
@@ -147,7 +147,7 @@ class OutputProjection:
 
     def count_chunk_rows(self) -> int:
         """Return the chunk size: the number of rows whose logits are computed together."""
-        columns = self.vocabulary.count_most_columns(len(self.weight))
+        columns = self.vocabulary.count_max_columns(len(self.weight))
         return count_chunk_rows(columns, self.weight.device)
 
     def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
@@ -159,14 +159,14 @@ class OutputProjection:
         return self.vocabulary.complete(self.compute_columns(hidden, wide))
 
     def compute_columns(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, but only for the ids of the weight's rows."""
+        """Return logits [R, V] as `compute_logits` does, but only for the V rows of the weight."""
         return apply_softcap(project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
 def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return the number of rows whose logits are computed together.
+    """Return the chunk size: the number of rows whose logits are computed together.
 
-    It is limited so that the logits of these rows need little memory.
+    The size is limited so that the logits of a chunk need little memory.
     """
     return max(LEAST_CHUNK_ROWS, get_chunk_cells(device) // vocab_size)
 
@@ -240,7 +240,7 @@ class ProjectionGradients:
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
-            self._gradient_sum.take(self._get_weight_gradient())
+            self._gradient_sum.add_gradient(self._get_weight_gradient())
         elif self._needed[1]:
             grad_weight = self._get_weight_gradient().to(weight.dtype)
         if self._grad_bias is None or bias is None:
@@ -266,6 +266,7 @@ def project(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap tanh(logits / softcap), or the logits unchanged without a soft cap."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -279,14 +280,14 @@ def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | Non
     return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
 
 
-def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same_gradient(left: Tensor | None, right: Tensor | None) -> bool:
     """Return whether two gradients with respect to the same output can be treated as equal.
 
-    The forward pass can compute the gradients of the inputs in advance, from the gradients that it
-    expects for the outputs. The backward pass compares the actual gradients with the expected ones.
-    On an accelerator, this function assumes that two tensors are equal, because comparing them
+    If the forward pass has already computed the gradients of the inputs, it has used expected
+    gradients of the outputs, which the backward pass compares with the actual ones. On an
+    accelerator, this function assumes that two tensors are equal, because comparing them
     would wait for the device.
     """
-    if one is None or other is None:
-        return one is other
-    return one.device.type != "cpu" or torch.equal(one, other)
+    if left is None or right is None:
+        return left is right
+    return left.device.type != "cpu" or torch.equal(left, right)

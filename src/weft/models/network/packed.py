@@ -3,7 +3,7 @@
 In `Packed(tokens, positions, attention, rows, labels)`, `rows[n]` is the index of a token, and
 `labels[n]` is the token whose log-prob is computed from the hidden state at that index. An index
 may be repeated in `rows`. `SamplingSupport` has the ids over which the log-probs of a row are
-normalized, and `Microbatch` all arguments of a pass.
+normalized, and `Microbatch` has the arguments of a pass.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from weft.models.attention.contexts import AttentionContext, Dense
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.moe import MoEAuxLoss
 
-# Function from a network's outputs to their gradients, all [N], if a row's gradients depend only on
-# its own outputs. Outputs of rows that are not computed yet are 0. The result always contains the
-# gradient of the log-probs.
+# Function from a network's outputs to the gradients with respect to them, all [N], for losses in
+# which the gradients of a row depend only on the outputs of that row. Outputs of rows that are not
+# computed yet are 0. The result always contains the gradient with respect to the log-probs.
 RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 
 @dataclass(frozen=True)
 class TopIds:
-    """Request for the `count` most likely ids of each row, considering only ids less than `below`.
+    """Request for the `count` most likely ids of each row, among the ids less than `below`.
 
-    If fewer than `count` ids are considered, all of them are returned.
+    If there are fewer than `count` such ids, all of them are returned.
     """
 
     count: int
@@ -62,18 +62,14 @@ class Packed:
             request for the most likely ids.
     """
 
-    tokens: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
+    tokens: Tensor
+    positions: Tensor
     attention: AttentionContext
-    # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     rows: Tensor
-    labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
-    dropout: DropoutKeys | None = None  # None: no dropout
-    # Load-balancing loss to which layers with experts add; only for `Dense` attention.
+    labels: Tensor
+    dropout: DropoutKeys | None = None
     aux_loss: MoEAuxLoss | None = None
-    # gradients of the outputs, if each row's depend only on its own outputs
     row_gradient: RowGradient | None = None
-    # int [N, K]: more ids whose log-probs are wanted at each row; `TopIds`: the most likely ids
     ids: Tensor | TopIds | None = None
 
     def select_rows(self, rows: Tensor) -> Packed:
@@ -108,14 +104,14 @@ class SamplingSupport:
     If no ids are listed for a row, its log-probs are normalized over the whole vocabulary.
 
     Attributes:
-        ids: Kept ids of all rows, one row after the other, int64.
+        ids: Kept ids of all rows, one row after the other, int64 [sum of counts].
         counts: Number of ids listed for each row, int64 [N].
-        known_counts: Copy of `counts` on the host, or None.
+        known_counts: Copy of `counts` on the host, [N], or None.
     """
 
-    ids: Tensor  # int64 [sum of counts]
-    counts: Tensor  # int64 [N]
-    known_counts: npt.NDArray[np.int64] | None = None  # the counts, on the host
+    ids: Tensor
+    counts: Tensor
+    known_counts: npt.NDArray[np.int64] | None = None
 
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
@@ -136,9 +132,9 @@ class SamplingSupport:
 
     def select(self, rows: npt.NDArray[np.int64]) -> SamplingSupport:
         """Return the support of the given rows, whose indices must be in ascending order."""
-        chosen = np.zeros(len(self.host_counts), np.bool_)
-        chosen[rows] = True
-        indices = np.flatnonzero(np.repeat(chosen, self.host_counts))
+        is_selected = np.zeros(len(self.host_counts), np.bool_)
+        is_selected[rows] = True
+        indices = np.flatnonzero(np.repeat(is_selected, self.host_counts))
         device = self.ids.device
         return SamplingSupport(
             self.ids[kernels.put(indices, device)],
@@ -155,17 +151,16 @@ class SamplingSupport:
         first = int(self.ends[rows.start] - self.host_counts[rows.start])
         size = ids.stop - ids.start
         support_ids = self.ids[first : int(self.ends[rows.stop - 1])]
-        here = self.counts[rows]
-        # Ids outside the span are written to an extra last column.
-        outside = (here > 0)[:, None].repeat(1, size + 1)
-        row = torch.arange(len(here), device=support_ids.device)
-        for at, of_row in (
-            (row.repeat_interleave(here, output_size=len(support_ids)), support_ids),
-            (row, labels),
-        ):
-            local = of_row - ids.start
-            outside[at, torch.where((local >= 0) & (local < size), local, size)] = False
-        return outside[:, :size]
+        counts = self.counts[rows]
+        # The mask has an extra last column, to which ids outside the range `ids` are written.
+        is_outside = (counts > 0)[:, None].repeat(1, size + 1)
+        label_rows = torch.arange(len(counts), device=support_ids.device)
+        support_rows = label_rows.repeat_interleave(counts, output_size=len(support_ids))
+        for kept_rows, kept_ids in ((support_rows, support_ids), (label_rows, labels)):
+            columns = kept_ids - ids.start
+            is_covered = (columns >= 0) & (columns < size)
+            is_outside[kept_rows, torch.where(is_covered, columns, size)] = False
+        return is_outside[:, :size]
 
 
 @dataclass(frozen=True)
@@ -179,6 +174,7 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the micro-batch."""
         return len(self.x.tokens)
 
 
@@ -204,6 +200,3 @@ def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
     rows = keep.nonzero().flatten().to(device)
     attention = Dense(cu_seqlens.to(device=device, dtype=torch.int32), int(lengths.max()))
     return Packed(tokens, positions.to(device), attention, rows, tokens[rows + 1])
-
-
-# Micro-batches, as a pipeline passes them to a network.

@@ -48,8 +48,10 @@ class PrefixKeysValues(nn.Module):
 
         The queries are zeros, because their attention outputs are not used.
         """
-        own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
-        return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
+        prefix_kv = (
+            torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
+        )
+        return nn.functional.pad(prefix_kv, (0, 0, heads.shape[1] - prefix_kv.shape[1], 0))
 
     def wrap(
         self, attend: Attend, placed: PlacedPrefix, heads: Tensor, dropout: TokenDropout | None
@@ -60,8 +62,8 @@ class PrefixKeysValues(nn.Module):
         [T, heads + 2 kv_heads, head_dim].
         """
         dropout = None if dropout is None else placed.select_dropout(dropout)
-        wide = placed.insert_into(heads, self)
-        return placed.remove_from(attend(wide, placed.rotation, placed.attention, dropout))
+        all_heads = placed.insert_into(heads, self)
+        return placed.remove_from(attend(all_heads, placed.rotation, placed.attention, dropout))
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class InsertedPrefix:
         rotation: Tensors (cos, sin) for the longer pack; prefix tokens are not rotated.
         order: For each token of the longer pack, its index in the concatenation of the original
             pack and all inserted prefixes, int64 [all].
-        pack_places: For each token of the original pack, its index in the longer pack, int64 [T].
+        token_indices: For each token of the original pack, its index in the longer pack, int64 [T].
         owner: For each token of the longer pack, its index in the original pack, int64 [all]. A
             prefix token has the index of the first token after the prefix.
         num_copies: Number of inserted prefixes.
@@ -84,12 +86,10 @@ class InsertedPrefix:
 
     attention: AttentionContext
     rotation: Rotation | None
-    order: (
-        Tensor  # int64 [all]: index of each token in (tokens of the pack, tokens of all prefixes)
-    )
-    pack_places: Tensor  # int64 [T]: index of each of the pack's tokens in the result
-    owner: Tensor  # int64 [all]: a token of the pack in the same sequence
-    num_copies: int  # number of inserted prefixes
+    order: Tensor
+    token_indices: Tensor
+    owner: Tensor
+    num_copies: int
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
         """Return `heads` with the prefix inserted before each sequence.
@@ -101,12 +101,12 @@ class InsertedPrefix:
         copies = rows.expand(self.num_copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
-    def remove_from(self, mixed: Tensor) -> Tensor:
+    def remove_from(self, outputs: Tensor) -> Tensor:
         """Return the attention outputs without those of the inserted prefix tokens.
 
-        `mixed` [all, width] has the outputs of all tokens. The result is [T, width].
+        `outputs` [all, width] has the outputs of all tokens. The result is [T, width].
         """
-        return mixed.index_select(0, self.pack_places)
+        return outputs.index_select(0, self.token_indices)
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
         """Return the `TokenDropout` of the pack with the inserted prefixes.
@@ -129,13 +129,14 @@ class OverwrittenPrefix:
         rotation: Tensors (cos, sin) of the pass, with cos = 1 and sin = 0 for the placeholders;
             None without rotation.
         tokens: Indices of the placeholders among the tokens of the pass, int64 [n].
-        places: For each placeholder, the index of the prefix token that replaces it, int64 [n].
+        prefix_indices: For each placeholder, the index of the prefix token that replaces it, int64
+            [n].
     """
 
     attention: AttentionContext
     rotation: Rotation | None
     tokens: Tensor
-    places: Tensor
+    prefix_indices: Tensor
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
         """Return `heads` with the placeholder tokens replaced by the tokens of the prefix.
@@ -143,22 +144,14 @@ class OverwrittenPrefix:
         `heads` contains the queries, keys and values of the T tokens of the pass, in this order,
         with shape [T, query_heads + 2 kv_heads, dim].
         """
-        return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
+        return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.prefix_indices])
 
-    def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return the attention outputs unchanged.
-
-        The prefix takes the place of placeholder tokens that are in the pack already, so it has
-        added no rows that would have to be removed.
-        """
-        return mixed
+    def remove_from(self, outputs: Tensor) -> Tensor:
+        """Return the attention outputs unchanged, because no rows were inserted."""
+        return outputs
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Return the dropout unchanged.
-
-        The prefix takes the place of placeholder tokens that are in the pack already, so the pack
-        has no additional tokens that would need dropout keys.
-        """
+        """Return the dropout unchanged, because no tokens were inserted."""
         return dropout
 
 
@@ -168,13 +161,14 @@ PlacedPrefix = InsertedPrefix | OverwrittenPrefix
 def place_prefix(
     context: AttentionContext, rotation: Rotation | None, positions: Tensor, count: int
 ) -> PlacedPrefix | None:
-    """Return the placement of a prefix of `count` tokens in a pass, or None if the pass has none.
+    """Return the placement of a prefix of `count` tokens in a pass.
 
-    `context`, `rotation` and `positions` are those of the pass without the prefix.
+    `context`, `rotation` and `positions` are those of the pass without the prefix. Returns None if
+    no token of the pass is a prefix token, for example in a decode step.
     """
     if isinstance(context, Cached | Paged):
         return _overwrite_prefix(context, rotation, positions, count)
-    assert isinstance(context, Dense | Prefixed), "the whole tokens of all sequences"
+    assert isinstance(context, Dense | Prefixed), "a prefix needs whole sequences"
     return _insert_prefix(context, rotation, len(positions), count)
 
 
@@ -183,50 +177,49 @@ def _insert_prefix(
 ) -> InsertedPrefix:
     """Return the pack with a prefix of `count` tokens before each of its sequences.
 
-    The given context and rotation are those of the pack without prefixes, which has `num_tokens`
-    tokens. If several sequences share their first tokens, the prefix is inserted only once, before
-    the shared tokens.
+    `context` and `rotation` are those of the pack without prefixes, which has `num_tokens` tokens.
+    If several sequences share their first tokens, the prefix is inserted only once, before the
+    shared tokens.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
     device = dense.cu_seqlens.device
-    begins = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
+    has_prefix = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
     if isinstance(context, Prefixed):
-        begins -= torch.tensor(
+        has_prefix -= torch.tensor(
             [_is_continuation(context.continuations, start) for start in dense.starts[:-1]],
             device=device,
         ).long()
-    before = begins.cumsum(0)  # prefixes up to each segment's first token
-    # Find the new index of each token of the pack.
-    pack_places = torch.arange(num_tokens, device=device)
-    pack_places = pack_places + count * before.repeat_interleave(
+    num_inserted = has_prefix.cumsum(0)  # prefixes inserted before each segment's first token
+    # Compute the new index of each token of the pack.
+    token_indices = torch.arange(num_tokens, device=device)
+    token_indices = token_indices + count * num_inserted.repeat_interleave(
         bounds.diff(), output_size=num_tokens
     )
-    # Find the indices of the prefixes' tokens: before the first token of each sequence.
+    # Compute the new indices of the prefixes' tokens: before the first token of each sequence.
     if isinstance(context, Dense):
-        first = bounds[:-1]
+        first_tokens = bounds[:-1]
     else:
-        first = bounds[:-1][begins.nonzero().flatten()]
-    copies = len(first)
-    added = (
-        first[:, None]
-        + count * torch.arange(copies, device=device)[:, None]
+        first_tokens = bounds[:-1][has_prefix.nonzero().flatten()]
+    num_copies = len(first_tokens)
+    prefix_indices = (
+        first_tokens[:, None]
+        + count * torch.arange(num_copies, device=device)[:, None]
         + torch.arange(count, device=device)
     )
-    # Invert both, and assign every token to a sequence.
-    order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
-    order[pack_places] = torch.arange(num_tokens, device=device)
-    order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
-    owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(
-        num_tokens - 1
-    )
+    # Invert both mappings, and find the owner of every token of the longer pack.
+    order = torch.empty(num_tokens + num_copies * count, dtype=torch.int64, device=device)
+    order[token_indices] = torch.arange(num_tokens, device=device)
+    order[prefix_indices.flatten()] = torch.arange(num_tokens, len(order), device=device)
+    prefix_owners = first_tokens.repeat_interleave(count)
+    owner = order.index_copy(0, prefix_indices.flatten(), prefix_owners).clamp_max(num_tokens - 1)
     # Build the attention context of the longer pack.
-    bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
-    wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
+    bounds = torch.cat([bounds[:1], bounds[1:] + count * num_inserted]).to(dense.cu_seqlens.dtype)
+    attention: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
-        wide = _build_prefixed(context, wide.dense, pack_places, count)
+        attention = _build_prefixed(context, attention.dense, token_indices, count)
     return InsertedPrefix(
-        wide, _reorder_rotation(rotation, order), order, pack_places, owner, copies
+        attention, _reorder_rotation(rotation, order), order, token_indices, owner, num_copies
     )
 
 
@@ -272,20 +265,25 @@ def list_prefixes(network: nn.Module) -> list[PrefixKeysValues]:
     return prefixes
 
 
-def _is_continuation(joins: tuple[PrefixContinuation, ...], start: int) -> bool:
-    return any(join.continuation[0] <= start < join.continuation[1] for join in joins)
+def _is_continuation(continuations: tuple[PrefixContinuation, ...], start: int) -> bool:
+    return any(each.continuation[0] <= start < each.continuation[1] for each in continuations)
 
 
-def _build_prefixed(context: Prefixed, dense: Dense, pack_places: Tensor, count: int) -> Prefixed:
-    places = pack_places.tolist()
-    joins = tuple(
+def _build_prefixed(context: Prefixed, dense: Dense, token_indices: Tensor, count: int) -> Prefixed:
+    """Return the context of the longer pack for a pack whose sequences share prefixes.
+
+    `dense` has the segments of the longer pack, and `token_indices` are the new indices of the
+    tokens. The `count` inserted tokens before a shared prefix become part of this prefix.
+    """
+    indices = token_indices.tolist()
+    continuations = tuple(
         PrefixContinuation(
-            (places[join.prefix[0]] - count, places[join.prefix[1] - 1] + 1),
-            (places[join.continuation[0]], places[join.continuation[1] - 1] + 1),
+            (indices[each.prefix[0]] - count, indices[each.prefix[1] - 1] + 1),
+            (indices[each.continuation[0]], indices[each.continuation[1] - 1] + 1),
         )
-        for join in context.continuations
+        for each in context.continuations
     )
-    return Prefixed(dense, joins, pack_places[context.last_tokens])
+    return Prefixed(dense, continuations, token_indices[context.last_tokens])
 
 
 def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:
@@ -298,7 +296,7 @@ def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | No
     if rotation is None:
         return None
     cos, sin = rotation
-    rows = order.clamp_max(len(cos))
-    return torch.cat([cos, torch.ones_like(cos[:1])])[rows], torch.cat(
-        [sin, torch.zeros_like(sin[:1])]
-    )[rows]
+    rows = order.clamp_max(len(cos))  # one row for all prefix tokens, after those of the pack
+    cos_rows = torch.cat([cos, torch.ones_like(cos[:1])])
+    sin_rows = torch.cat([sin, torch.zeros_like(sin[:1])])
+    return cos_rows[rows], sin_rows[rows]

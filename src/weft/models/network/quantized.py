@@ -1,12 +1,12 @@
 """Frozen matrices that are stored in 8 or 4 bits and multiplied in the network's dtype.
 
     quantize_matrices(layers, "4bit", torch.bfloat16)    # layers on the meta device, without memory
-    to_whole(layer.weight)                               # [out, in] in bfloat16, for one product
+    dequantize(layer.weight)                             # [out, in] in bfloat16, for one product
 
 With 8 bits, values are int8 with one scale per row (absmax / 127). With 4 bits, they are NF4 with
 one float32 scale per 64 elements of a row (Dettmers et al. 2023, "QLoRA", section 3), computed by
-`bitsandbytes`. Values are rounded when they are copied into a matrix, so loading never needs memory
-for the whole unrounded network.
+`bitsandbytes`. Values are quantized when they are copied into a matrix, so loading never needs
+memory for the whole unquantized network.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 
 Kind = Literal["8bit", "4bit"]
-LIBRARY = "bitsandbytes"  # for 4 bits
+LIBRARY = "bitsandbytes"  # computes 4-bit values
 BLOCK = 64  # elements of a row that share a scale in 4 bits
-LIMIT = 127  # largest int8
-FORM = "nf4"
+INT8_MAX = 127
+QUANT_TYPE = "nf4"
 _aten = torch.ops.aten
 
 
@@ -76,18 +76,18 @@ class Quantized(Tensor):
         rows, columns = self.shape
         return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 
-    def select_rows(self, where: slice) -> Quantized:
-        """Return the rows `where` as a view; values copied into the view change this matrix."""
-        return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
+    def select_rows(self, rows: slice) -> Quantized:
+        """Return the rows `rows` as a view; values copied into the view change this matrix."""
+        return Quantized(self.codes[rows], self.scales[rows], self.kind, self.dtype)
 
-    def to_whole(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the dequantized matrix [out, in], in the dtype of this matrix."""
         if self.kind == "8bit":
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
         shape = tuple(self.shape)
         scales = self.scales.reshape(-1)
         matrix: Tensor = _import_library().dequantize_4bit(
-            self.codes, scales, BLOCK, FORM, shape, self.dtype
+            self.codes, scales, BLOCK, QUANT_TYPE, shape, self.dtype
         )
         return matrix
 
@@ -95,57 +95,56 @@ class Quantized(Tensor):
         """Quantize `values` and store them in this matrix."""
         values = values.to(self.codes.device, torch.float32).expand(self.shape).contiguous()
         if self.kind == "8bit":
-            scales = values.abs().amax(1, keepdim=True) / LIMIT
+            scales = values.abs().amax(1, keepdim=True) / INT8_MAX
             self.scales.copy_(scales)
             self.codes.copy_((values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_())
             return
-        codes, scales = _import_library().quantize_4bit(values, BLOCK, FORM, torch.uint8)
+        codes, scales = _import_library().quantize_4bit(values, BLOCK, QUANT_TYPE, torch.uint8)
         self.codes.copy_(codes.view(self.codes.shape))
         self.scales.copy_(scales.view(self.scales.shape))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        call: Any,
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own = OWN.get(call)
+        kwargs = kwargs or {}
         first = args[0] if args else None
-        if own is not None and isinstance(first, Quantized):
-            return own(*args, **(kwargs or {}))
-        assert not (call._schema.is_mutable and isinstance(first, Quantized)), (
-            f"{call} on a quantized matrix"
+        implementation = IMPLEMENTATIONS.get(func)
+        if implementation is not None and isinstance(first, Quantized):
+            return implementation(*args, **kwargs)
+        assert not (func._schema.is_mutable and isinstance(first, Quantized)), (
+            f"{func} on a quantized matrix"
         )
-        plain = [to_whole(each) if isinstance(each, Tensor) else each for each in args]
-        return call(
-            *plain,
-            **{
-                name: to_whole(v) if isinstance(v, Tensor) else v
-                for name, v in (kwargs or {}).items()
-            },
-        )
+        # Compute all other operations with the dequantized matrices.
+        plain_args = [dequantize(x) if isinstance(x, Tensor) else x for x in args]
+        plain_kwargs = {
+            name: dequantize(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()
+        }
+        return func(*plain_args, **plain_kwargs)
 
 
 def _slice_rows(
-    held: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    matrix: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
     if dim == 0 and step == 1:
-        return held.select_rows(slice(start, end))
-    return held.to_whole()[(slice(None),) * dim + (slice(start, end, step),)]
+        return matrix.select_rows(slice(start, end))
+    return matrix.dequantize()[(slice(None),) * dim + (slice(start, end, step),)]
 
 
-def _build_alias(held: Quantized, *_: Any, **__: Any) -> Quantized:
-    return held.select_rows(slice(None))
+def _build_alias(matrix: Quantized, *_: Any, **__: Any) -> Quantized:
+    return matrix.select_rows(slice(None))
 
 
-def _copy_in(held: Quantized, values: Tensor, non_blocking: bool = False) -> Quantized:
-    held.store_rounded(to_whole(values))
-    return held
+def _copy_in(matrix: Quantized, values: Tensor, non_blocking: bool = False) -> Quantized:
+    matrix.store_rounded(dequantize(values))
+    return matrix
 
 
-OWN: dict[Any, Callable[..., Any]] = {
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _build_alias,
     _aten.alias.default: _build_alias,
     _aten.slice.Tensor: _slice_rows,
@@ -153,9 +152,9 @@ OWN: dict[Any, Callable[..., Any]] = {
 }
 
 
-def to_whole(weight: Tensor) -> Tensor:
+def dequantize(weight: Tensor) -> Tensor:
     """Return `weight` itself, or the dequantized matrix if `weight` is `Quantized`."""
-    return weight.to_whole() if isinstance(weight, Quantized) else weight
+    return weight.dequantize() if isinstance(weight, Quantized) else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,13 +173,13 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return kernels.product(x, weight.to_whole(), bias)
+        return kernels.product(x, weight.dequantize(), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[0]:
-            grad_x = kernels.product(gradients[0], ctx.weight.to_whole().T)
+            grad_x = kernels.product(gradients[0], ctx.weight.dequantize().T)
         else:
             grad_x = None
         return grad_x, None, None
@@ -212,16 +211,13 @@ def allocate_memory(network: nn.Module, device: torch.device) -> None:
 
     Unlike that method, this supports networks with quantized matrices.
     """
-    held = []
+    # Replace quantized matrices with empty tensors, which `_apply` supports.
+    replacements = []
     for module in network.modules():
         if isinstance(getattr(module, "weight", None), Quantized):
-            held.append(module)
-    replacements = []
-    for module in held:
-        replacements.append(
-            (module, cast(Quantized, cast(Tensor, module.weight).detach()).to_device(device))
-        )
-    for module in held:
+            matrix = cast(Quantized, cast(Tensor, module.weight).detach())
+            replacements.append((module, matrix.to_device(device)))
+    for module, _ in replacements:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
     network._apply(lambda tensor: _allocate(tensor, device))
     for module, weight in replacements:
@@ -240,15 +236,14 @@ def _allocate(like: Tensor, device: torch.device) -> Tensor:
 
 def count_bytes(network: nn.Module) -> tuple[int, int]:
     """Return the number of quantized elements, and their size in bytes including scales."""
-    held = []
-    for weight in network.parameters():
-        if isinstance(weight, Quantized):
-            held.append(weight)
-    return sum(weight.numel() for weight in held), sum(weight.num_bytes for weight in held)
+    matrices = [weight for weight in network.parameters() if isinstance(weight, Quantized)]
+    num_elements = sum(matrix.numel() for matrix in matrices)
+    return num_elements, sum(matrix.num_bytes for matrix in matrices)
 
 
 def _import_library() -> Any:
-    # hide the library's warnings about kernels that weft does not use
+    """Import `bitsandbytes`, and return its operations."""
+    # Hide the library's warnings about kernels that weft does not use.
     logging.getLogger(LIBRARY).setLevel(logging.ERROR)
     importlib.import_module(f"{LIBRARY}.functional")
     return torch.ops.bitsandbytes

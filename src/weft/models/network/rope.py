@@ -1,6 +1,6 @@
 """Angles of rotary positions for each scaling scheme.
 
-Angles are computed in float32, whatever the dtype in which their cosines and sines are returned.
+Angles are always computed in float32; their cosines and sines are returned in the requested dtype.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
 
     The frequencies are [dim / 2], or [T, dim / 2] if they depend on the `lengths` of the sequences.
     """
-    exponents, plain = _compute_plain_frequencies(rope.theta, rope.dim, lengths.device)
+    exponents, unscaled = _compute_unscaled_frequencies(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
-        return plain, 1.0
+        return unscaled, 1.0
     if rope.scaling == "linear":
-        return plain / values["factor"], 1.0
+        return unscaled / values["factor"], 1.0
     if rope.scaling == "dynamic":
         return _scale_dynamic(rope, exponents, lengths), 1.0
     if rope.scaling == "llama3":
-        return _scale_llama3(plain, values), 1.0
+        return _scale_llama3(unscaled, values), 1.0
     if rope.scaling == "yarn":
-        return _scale_yarn(rope, plain), values["attention_factor"]
+        return _scale_yarn(rope, unscaled), values["attention_factor"]
     assert rope.scaling == "longrope", rope.scaling
     factors = torch.tensor([values["short_factor"], values["long_factor"]], device=lengths.device)
-    long = (lengths > values["original"]).long()
-    return plain / factors[long], values["attention_factor"]
+    is_long = (lengths > values["original"]).long()
+    return unscaled / factors[is_long], values["attention_factor"]
 
 
 @functools.lru_cache(maxsize=16)
-def _compute_plain_frequencies(
+def _compute_unscaled_frequencies(
     theta: float, dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the exponents 2 i / dim and the unscaled frequencies theta ** -(2 i / dim).
 
-    Both are float32 [dim / 2]. They are cached, since every decode step needs them.
+    Both are float32 [dim / 2]. The results are cached, because every decode step needs them.
     """
     exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
     return exponents, 1.0 / theta**exponents
@@ -81,12 +81,12 @@ def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
     """
     factor = rope.values["factor"]
     original = rope.values["original"]
-    over = lengths.clamp_min(original).float() / original
-    base = rope.theta * (factor * over - (factor - 1)) ** (rope.dim / (rope.dim - 2))
+    ratio = lengths.clamp_min(original).float() / original
+    base = rope.theta * (factor * ratio - (factor - 1)) ** (rope.dim / (rope.dim - 2))
     return 1.0 / base[:, None] ** exponents
 
 
-def _scale_llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
+def _scale_llama3(unscaled: Tensor, values: Mapping[str, Any]) -> Tensor:
     """Return the frequencies of Llama 3.1.
 
     Low frequencies are divided by `factor`, high frequencies are unchanged, and the transition
@@ -95,12 +95,12 @@ def _scale_llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
     low = values["low_freq_factor"]
     high = values["high_freq_factor"]
     factor = values["factor"]
-    turns = values["original"] * plain / (2 * math.pi)  # full turns within the trained length
-    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * plain / factor + smooth * plain
+    rotations = values["original"] * unscaled / (2 * math.pi)  # within the trained length
+    smooth = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * unscaled / factor + smooth * unscaled
 
 
-def _scale_yarn(rope: Rope, plain: Tensor) -> Tensor:
+def _scale_yarn(rope: Rope, unscaled: Tensor) -> Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023, section 3.2).
 
     High frequencies are unchanged, low frequencies are divided by `factor`, and the transition
@@ -108,10 +108,11 @@ def _scale_yarn(rope: Rope, plain: Tensor) -> Tensor:
     """
     values = rope.values
 
-    def find_dimension(turns: float) -> float:
+    def find_dimension(rotations: float) -> float:
+        """Return the dimension pair that makes this many full turns within the trained length."""
         return (
             rope.dim
-            * math.log(values["original"] / (turns * 2 * math.pi))
+            * math.log(values["original"] / (rotations * 2 * math.pi))
             / (2 * math.log(rope.theta))
         )
 
@@ -122,8 +123,8 @@ def _scale_yarn(rope: Rope, plain: Tensor) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rope.dim - 1)
-    span = high - low if high != low else 0.001
+    width = high - low if high != low else 0.001
     ramp = (
-        (torch.arange(rope.dim // 2, device=plain.device, dtype=torch.float32) - low) / span
+        (torch.arange(rope.dim // 2, device=unscaled.device, dtype=torch.float32) - low) / width
     ).clamp(0, 1)
-    return plain / values["factor"] * ramp + plain * (1 - ramp)
+    return unscaled / values["factor"] * ramp + unscaled * (1 - ramp)

@@ -50,40 +50,42 @@ def compute_outputs(
     """Return the outputs named in `want` for the rows of `x`.
 
     `hidden` [N, H] are the hidden states of these rows. If there is a `support`, the label
-    log-probs, the entropy and `top1` are computed over only the ids in the support. The log-probs
+    log-probs, the entropy and `top1` are computed over the ids in the support only. The log-probs
     of several ids per row (`given_logprobs` and `top_logprobs`) are always normalized over the
     whole vocabulary.
     """
-    given: frozenset[Output] = frozenset()
+    # Choose the outputs that are computed together with the log-probs of several ids.
+    event_outputs: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
-        given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
-    rest = want - given - TOP_OUTPUTS
-    known = None if given and rest else x.row_gradient  # needs all outputs at once
+        event_outputs = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
+    token_outputs = want - event_outputs - TOP_OUTPUTS
+    # The function for the gradients needs all outputs at once.
+    gradient = None if event_outputs and token_outputs else x.row_gradient
     outputs: dict[Output, Tensor] = {}
-    if given:
+    if event_outputs:
         outputs |= compute_given_outputs(
             hidden,
             x.labels,
             cast(Tensor, x.ids),
             projection,
             temperature=temperature,
-            labelled="logprobs" in given,
-            gradient=known,
+            labelled="logprobs" in event_outputs,
+            gradient=gradient,
         )
     if want & TOP_OUTPUTS:
         top = compute_top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
         for name, value in top.items():
             if name in want:
                 outputs[name] = value
-    if rest:
+    if token_outputs:
         outputs |= compute_token_outputs(
             hidden,
             x.labels,
             projection,
-            rest,
+            token_outputs,
             temperature=temperature,
             support=support,
-            gradient=known,
+            gradient=gradient,
         )
     return outputs
 
@@ -110,12 +112,16 @@ def compute_token_outputs(
     saves the backward pass from computing the logits a second time. It can be used only if the
     gradients of a row depend only on that row.
     """
-    known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or projection.count_chunk_rows()
-    wanted = ("entropy" in want, "top1" in want)
-    sums = projection.gradient_sum
     settings = _TokenOutputSettings(
-        projection.softcap, temperature, rows, *wanted, support, known, projection.vocabulary, sums
+        softcap=projection.softcap,
+        temperature=temperature,
+        chunk=chunk or projection.count_chunk_rows(),
+        entropy="entropy" in want,
+        top1="top1" in want,
+        support=support,
+        gradient=gradient if torch.is_grad_enabled() else None,
+        vocabulary=projection.vocabulary,
+        gradient_sum=projection.gradient_sum,
     )
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
@@ -143,7 +149,7 @@ class _TokenOutputSettings:
 
 @dataclass(frozen=True)
 class _RowSoftmax:
-    """Logits of some rows, with the data for computing their gradient.
+    """Logits of some rows, with the data from which their gradient is computed.
 
     Either `statistics` or `logp` is None.
 
@@ -172,7 +178,7 @@ class _RowSoftmax:
         divided by the temperature. The attributes `logits` and `logp` may be overwritten, so this
         can be called only once. `labels` are columns of the logits, or -1 if they have no column.
         """
-        whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
+        factors = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.
         if self.statistics is not None:
             if settings.softcap is not None and self.logits is self.capped:
@@ -180,15 +186,14 @@ class _RowSoftmax:
             else:
                 grad_logits = self.logits
             kernels.to_gradients(grad_logits, self.statistics, labels, grad_logprob, grad_entropy)
-            return apply_cap_gradient(grad_logits, self.capped, settings.softcap), whole
-        # Torch computes it from the log-probs.
+            return apply_cap_gradient(grad_logits, self.capped, settings.softcap), factors
+        # Without the kernel, torch computes the gradient from the log-probs.
         assert self.logp is not None
         if grad_entropy is None:
             p = self.logp.exp_()
             p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
-            return apply_cap_gradient(
-                p, self.capped, settings.softcap
-            ), -grad_logprob / settings.temperature
+            grad_logits = apply_cap_gradient(p, self.capped, settings.softcap)
+            return grad_logits, -grad_logprob / settings.temperature
         p = self.logp.exp()
         finite = _replace_infinite(self.logp, settings)
         grad_logits = p * -grad_logprob[:, None]
@@ -196,7 +201,7 @@ class _RowSoftmax:
         grad_logits -= (
             grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
         )
-        return apply_cap_gradient(grad_logits, self.capped, settings.softcap), whole
+        return apply_cap_gradient(grad_logits, self.capped, settings.softcap), factors
 
 
 @dataclass(frozen=True)
@@ -231,25 +236,27 @@ def _compute_results(
     """
     labels = settings.vocabulary.find_columns(labels, logits.shape[1])
     if settings.vocabulary.uses_statistics(logits):
-        own, statistics = settings.vocabulary.compute_statistics(
+        logprobs, statistics = settings.vocabulary.compute_statistics(
             logits, labels, entropy=settings.entropy, best=settings.top1
         )
         return _ChunkResults(
             _RowSoftmax(logits, capped, statistics, None),
             labels,
-            own,
+            logprobs,
             statistics.lse,
             statistics.entropy,
             statistics.best,
         )
     logp = torch.log_softmax(logits, dim=-1)
-    own = logp.gather(1, labels[:, None])[:, 0]
+    logprobs = logp.gather(1, labels[:, None])[:, 0]
     if settings.entropy:
         entropy = -torch.linalg.vecdot(logp.exp(), _replace_infinite(logp, settings))
     else:
         entropy = None
     best = logp.argmax(-1) if settings.top1 else None
-    return _ChunkResults(_RowSoftmax(logits, capped, None, logp), labels, own, None, entropy, best)
+    return _ChunkResults(
+        _RowSoftmax(logits, capped, None, logp), labels, logprobs, None, entropy, best
+    )
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -272,7 +279,7 @@ class _TokenOutputs(torch.autograd.Function):
         outputs: dict[Output, Tensor] = {"logprobs": logprobs}
         if settings.entropy:
             outputs["entropy"] = entropies
-        given: dict[Output, Tensor] = {}
+        output_gradients: dict[Output, Tensor] = {}
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = ProjectionGradients(
@@ -281,29 +288,28 @@ class _TokenOutputs(torch.autograd.Function):
         # Compute the outputs chunk by chunk, and the gradients too if their function is known.
         for rows in split_rows(len(labels), settings.chunk):
             capped = apply_softcap(project(hidden[rows], weight, bias), settings.softcap)
-            known = _compute_results(
+            results = _compute_results(
                 _apply_temperature(capped, rows, labels, settings), capped, labels[rows], settings
             )
-            logprobs[rows] = known.logprobs
-            if known.lse is not None:
-                lse[rows] = known.lse
-            if known.entropy is not None:
-                entropies[rows] = known.entropy
-            if known.best is not None:
-                top1[rows] = (known.best == labels[rows]).to(dtype)
+            logprobs[rows] = results.logprobs
+            if results.lse is not None:
+                lse[rows] = results.lse
+            if results.entropy is not None:
+                entropies[rows] = results.entropy
+            if results.best is not None:
+                top1[rows] = (results.best == labels[rows]).to(dtype)
             if settings.gradient is not None and total is not None:
                 for name, value in settings.gradient(outputs).items():
-                    given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
-                total.add(
-                    rows,
-                    *known.softmax.compute_gradient(
-                        known.labels, *_select_gradients(given, rows), settings
-                    ),
+                    output_gradients.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
+                grad_logits, factors = results.softmax.compute_gradient(
+                    results.labels, *_select_gradients(output_gradients, rows), settings
                 )
-            del capped, known  # free them before the next chunk is computed
+                total.add(rows, grad_logits, factors)
+                del grad_logits
+            del capped, results  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings = settings
-        ctx.precomputed = None if total is None else (total, given)
+        ctx.precomputed = None if total is None else (total, output_gradients)
         ctx.mark_non_differentiable(top1)
         ctx.set_materialize_grads(False)  # no backward cost for an entropy that is only reported
         return logprobs, entropies, top1
@@ -317,36 +323,36 @@ class _TokenOutputs(torch.autograd.Function):
         settings: _TokenOutputSettings = ctx.settings
         precomputed: tuple[ProjectionGradients, dict[Output, Tensor]] | None = ctx.precomputed
         ctx.precomputed = None  # free the gradients, except those of the parameters
-        # Use the gradients of the forward pass if they are for these gradients of the outputs.
-        if (
-            precomputed is not None
-            and is_same_gradient(gradients[0], precomputed[1].get("logprobs"))
-            and is_same_gradient(gradients[1], precomputed[1].get("entropy"))
-        ):
-            return precomputed[0].cast()
-        # Else compute the logits again.
+        # If the forward pass computed the gradients from these output gradients, return them.
+        if precomputed is not None:
+            total, expected = precomputed
+            same_logprobs = is_same_gradient(gradients[0], expected.get("logprobs"))
+            if same_logprobs and is_same_gradient(gradients[1], expected.get("entropy")):
+                return total.cast()
+        # Otherwise, compute the logits again.
         total = ProjectionGradients(
             hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum
         )
-        known: dict[Output, Tensor] = {
+        output_gradients: dict[Output, Tensor] = {
             "logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]
         }
         if gradients[1] is not None:
-            known["entropy"] = gradients[1]
+            output_gradients["entropy"] = gradients[1]
         for rows in split_rows(len(labels), settings.chunk):
             capped = apply_softcap(project(hidden[rows], weight, bias), settings.softcap)
-            softmax, at = _recompute_softmax(
+            softmax, columns = _recompute_softmax(
                 _apply_temperature(capped, rows, labels, settings),
                 capped,
                 labels[rows],
                 settings,
                 lse[rows],
-                entropies[rows] if "entropy" in known else None,
+                entropies[rows] if "entropy" in output_gradients else None,
             )
-            total.add(
-                rows, *softmax.compute_gradient(at, *_select_gradients(known, rows), settings)
+            grad_logits, factors = softmax.compute_gradient(
+                columns, *_select_gradients(output_gradients, rows), settings
             )
-            del capped, softmax  # free them before the next chunk is computed
+            total.add(rows, grad_logits, factors)
+            del capped, softmax, grad_logits  # free them before the next chunk is computed
         return total.cast()
 
 
@@ -359,12 +365,11 @@ def _recompute_softmax(
     entropy: Tensor | None,
 ) -> tuple[_RowSoftmax, Tensor]:
     """Return the softmax of rows whose statistics are known, and the columns of their labels."""
-    labels = settings.vocabulary.find_columns(labels, logits.shape[1])
+    columns = settings.vocabulary.find_columns(labels, logits.shape[1])
     if settings.vocabulary.uses_statistics(logits):
-        return _RowSoftmax(
-            logits, capped, kernels.SoftmaxStatistics(lse, entropy, None), None
-        ), labels
-    return _RowSoftmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), labels
+        statistics = kernels.SoftmaxStatistics(lse, entropy, None)
+        return _RowSoftmax(logits, capped, statistics, None), columns
+    return _RowSoftmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), columns
 
 
 def _select_gradients(
@@ -393,7 +398,7 @@ def _apply_temperature(
 ) -> Tensor:
     """Return the logits divided by the temperature, with -inf for ids outside a row's support."""
     if settings.temperature != 1.0:
-        # divide in place, unless the gradient of the soft cap needs the undivided logits
+        # Divide in place, unless the gradient of the soft cap needs the undivided logits.
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)
         else:

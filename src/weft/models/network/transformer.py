@@ -12,8 +12,8 @@ the embedding if block 0 is included, and the last norm and the head if the last
 without the embedding reads hidden states `states` [T, hidden], and a stage without the head returns
 hidden states.
 
-The modules of this package know nothing of other devices: `weft.parallel` wraps and replaces them
-from outside. The functions at the end prepare a network for training.
+The modules of this package compute on one device; `weft.parallel` wraps and replaces them from
+outside. The functions at the end prepare a network for training.
 
 The parameters have the following canonical names, in which `{i}` is the layer.
 `weft.models.network.linear` finds where each parameter is stored.
@@ -25,7 +25,7 @@ The parameters have the following canonical names, in which `{i}` is the layer.
 - `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP)
 - `blocks.{i}.{norm1_post,norm2_post}.weight` (after them)
 - `norm.{weight,bias}`
-- `head.{weight,bias}` (absent if tied, because the embedding's matrix is then used)
+- `head.{weight,bias}` (absent if tied: the matrix of the embedding is used)
 - `score.weight` [1, width] (value and score heads, in place of `head`)
 """
 
@@ -68,19 +68,19 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 def check_outputs(head: Head, want: frozenset[Output]) -> None:
     """Raise `ConfigError` for outputs that a network with this head cannot compute."""
     if not want <= OUTPUTS[head]:
-        lacking = ", ".join(sorted(want - OUTPUTS[head]))
-        given = ", ".join(sorted(OUTPUTS[head]))
-        raise ConfigError(f"a network with a {head} head gives {given}, not {lacking}")
+        supported = ", ".join(sorted(OUTPUTS[head]))
+        unsupported = ", ".join(sorted(want - OUTPUTS[head]))
+        raise ConfigError(f"a network with a {head} head gives {supported}, not {unsupported}")
 
 
 class Embedding(nn.Embedding):
     """Embedding matrix [V, width] without initial values.
 
-    To draw them on the meta device, torch would load its compiler.
+    If `nn.Embedding` drew values on the meta device, torch would load its compiler.
     """
 
     def reset_parameters(self) -> None:
-        """Leave the matrix as it was allocated."""
+        """Do nothing, so that the matrix is not initialized."""
 
 
 class Transformer(nn.Module):
@@ -102,13 +102,13 @@ class Transformer(nn.Module):
         self.kind = head
         self.pooling = pooling
         self.vocab_size = config.vocab_size
-        # Numbers of the local blocks in the whole network, in rising order.
+        # Indices of the local blocks in the whole network, in ascending order.
         self.held_layers = range(config.num_layers) if layers is None else layers
-        # Every n-th block is computed again in the backward pass; 0: none.
+        # Every n-th block is computed again in the backward pass; 0 means none.
         self.recompute_every = 0
-        # True if a prefix that sequences share must be computed again for each of them.
+        # True if a prefix that sequences share must be computed for each sequence separately.
         self.repeats_prefixes = False
-        # Padding token: a sequence's score is read at its last other token.
+        # Padding token, or None; the score of a sequence is read at its last other token.
         self.padding: int | None = None
         # Create the modules of this stage.
         width = config.embed_dim or config.hidden_size
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return {"scores" if self.kind == "score" else "values": values}
 
     def find_output_rows(self, x: Packed) -> Tensor | None:
-        """Return the tokens whose final hidden states `forward` reads, int64 [N]; None: all."""
+        """Return the tokens whose last hidden states `forward` reads, int64 [N], or None for all."""
         if not self.is_last_stage or self.averages_scores:
             return None
         return find_score_rows(x, self.padding) if self.kind == "score" else x.rows
@@ -194,21 +194,24 @@ class Transformer(nn.Module):
         is not the last stage, the result is the output of the last local block.
         """
         assert self.is_first_stage != (states is not None), (
-            "states are given if and only if there is no embedding"
+            "every stage except the first needs hidden states"
         )
-        keys = None
-        count = self.prefix_tokens
+        dropout = None
         if x.dropout is not None:
-            keys = TokenDropout.from_lengths(x.dropout, x.attention.dense.lengths, x.positions)
-        if count and not isinstance(x.attention, Cached | Paged):
-            x = replace(x, positions=x.positions + count)
+            dropout = TokenDropout.from_lengths(x.dropout, x.attention.dense.lengths, x.positions)
+        # Tokens follow the trained prefix; cached positions include it already.
+        num_prefix = self.prefix_tokens
+        if num_prefix and not isinstance(x.attention, Cached | Paged):
+            x = replace(x, positions=x.positions + num_prefix)
+        # Compute the embedding and the blocks.
         if states is None:
-            states = self._embed(x, keys)
-        at = BlockContext(x, self._compute_rotation(x, states.dtype), keys)
-        if count:
-            placed = prefix.place_prefix(x.attention, at.rotation, x.positions, count)
-            at = replace(at, prefix=placed)
-        states = self._run_blocks(states, at, rows)
+            states = self._embed(x, dropout)
+        context = BlockContext(x, self._compute_rotation(x, states.dtype), dropout)
+        if num_prefix:
+            placed = prefix.place_prefix(x.attention, context.rotation, x.positions, num_prefix)
+            context = replace(context, prefix=placed)
+        states = self._run_blocks(states, context, rows)
+        # Apply the last norm and the projection to the width of the embeddings.
         if not self.is_last_stage:
             return states
         if self.config.final_norm:
@@ -237,7 +240,7 @@ class Transformer(nn.Module):
     def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
         """Return whether a prefix that several sequences share can be computed only once.
 
-        `longest` is the number of tokens of the longest of these sequences, and `on` is the device
+        `longest` is the number of tokens of the longest of these sequences. `on` is the device
         of the computation, by default that of the parameters. The result is False if rotations
         depend on the length of the sequence, if scores are the mean over all tokens, or if
         `repeats_prefixes` is set. It is also False if attention over shared prefixes does not
@@ -246,18 +249,18 @@ class Transformer(nn.Module):
         config = self.config
         device = on or next(self.parameters()).device
         longest += self.prefix_tokens
-        whole = all(window is None or window >= longest for window in config.windows)
-        by_length = (
+        covers_sequences = all(window is None or window >= longest for window in config.windows)
+        has_length_dependent_rope = (
             config.rope is not None and config.rope.scaling in rope.LENGTH_DEPENDENT_SCALINGS
         )
         if device.type == "cpu":
-            attends = config.attention_softcap is None
+            supports_attention = config.attention_softcap is None
         else:
-            attends = kernels.flex.serves(device, config.head_dim)
+            supports_attention = kernels.flex.serves(device, config.head_dim)
         return (
-            whole
-            and attends
-            and not by_length
+            covers_sequences
+            and supports_attention
+            and not has_length_dependent_rope
             and not self.averages_scores
             and not self.repeats_prefixes
         )
@@ -270,14 +273,15 @@ class Transformer(nn.Module):
     @property
     def prefix_tokens(self) -> int:
         """Number of trained prefix tokens before each sequence; 0 while the prefix is disabled."""
-        own = cast(Block, self.blocks[0]).attention.prefix
-        return self.config.prefix_tokens if own is not None and own.active else 0
+        first_prefix = cast(Block, self.blocks[0]).attention.prefix
+        is_active = first_prefix is not None and first_prefix.active
+        return self.config.prefix_tokens if is_active else 0
 
     @property
     def can_read_pages(self) -> bool:
-        """True, because attention of this network can read keys and values in pages.
+        """True, because this network can read keys and values in pages (`weft.models.kv.pages`).
 
-        See `weft.models.kv.pages`. Other implementations of the decoder interface can return False.
+        Other implementations of the decoder interface can return False.
         """
         return True
 
@@ -285,7 +289,7 @@ class Transformer(nn.Module):
     def _tied_matrix(self) -> Tensor | None:
         return self.embed.weight if self.config.tied else None
 
-    def _embed(self, x: Packed, keys: TokenDropout | None) -> Tensor:
+    def _embed(self, x: Packed, dropout: TokenDropout | None) -> Tensor:
         """Return the sum of token and position embeddings, [T, hidden]."""
         config = self.config
         states: Tensor = self.embed(x.tokens)
@@ -297,39 +301,40 @@ class Transformer(nn.Module):
             states = self.embed_in(states)
         if config.learned_positions is not None:
             states = states + self.positions(x.positions + config.position_offset)
-        if keys is not None:
-            states = self.embed_dropout(states, keys, config.embed_dropout)
+        if dropout is not None:
+            states = self.embed_dropout(states, dropout, config.embed_dropout)
         return states
 
-    def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
+    def _run_blocks(self, states: Tensor, context: BlockContext, rows: Tensor | None) -> Tensor:
         """Run the local blocks and return their output [T, hidden].
 
         If `rows` is given, only the output at these N rows is returned, [N, hidden].
         """
         for number, block in enumerate(self.blocks, 1):
-            around = replace(at, rows=rows) if number == len(self.blocks) else at
-            again = (
-                self.recompute_every
-                and (self.held_layers[number - 1] + 1) % self.recompute_every == 0
-            )
-            if again and torch.is_grad_enabled():
+            is_last = number == len(self.blocks)
+            block_context = replace(context, rows=rows) if is_last else context
+            layer = self.held_layers[number - 1]
+            recomputes = self.recompute_every and (layer + 1) % self.recompute_every == 0
+            if recomputes and torch.is_grad_enabled():
                 states = checkpoint(
-                    block, states, around, use_reentrant=False, preserve_rng_state=False
+                    block, states, block_context, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                states = block(states, around)
+                states = block(states, block_context)
         return states
 
     def _compute_rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        settings = self.config.rope
-        if settings is None:
+        """Return the tokens' (cos, sin), each [T, 1, dim / 2], or None without rotary positions."""
+        rope_config = self.config.rope
+        if rope_config is None:
             return None
-        # Only schemes that depend on the length need it; to compute it, the host waits for a GPU.
-        changing = settings.scaling in rope.LENGTH_DEPENDENT_SCALINGS
-        lengths = x.attention.token_lengths if changing else x.positions
-        if changing and not isinstance(x.attention, Cached | Paged):
+        # Compute the lengths only if the rotation depends on them, because the host waits for a GPU
+        # to compute them. Otherwise, the argument is not used, except for its device.
+        needs_lengths = rope_config.scaling in rope.LENGTH_DEPENDENT_SCALINGS
+        lengths = x.attention.token_lengths if needs_lengths else x.positions
+        if needs_lengths and not isinstance(x.attention, Cached | Paged):
             lengths = lengths + self.prefix_tokens
-        return rope.compute_rotation(settings, x.positions, lengths, dtype)
+        return rope.compute_rotation(rope_config, x.positions, lengths, dtype)
 
 
 class LMHead(nn.Module):
@@ -352,14 +357,13 @@ class LMHead(nn.Module):
         else:
             self.bias = None
         self.vocabulary: OutputVocabulary = WHOLE
-        self.gradient_sum: kernels.GradientSum | None = (
-            None  # gradient sum of the head's own matrix, or of the embedding's if tied
-        )
+        # Sum to which the gradient of the output matrix is added, also if the matrix is tied.
+        self.gradient_sum: kernels.GradientSum | None = None
 
     def build_projection(self, tied: Tensor | None) -> OutputProjection:
-        """Return the output projection; `tied` is the embedding's matrix, used if `weight` is None."""
+        """Return the output projection, with the embedding's matrix `tied` if `weight` is None."""
         weight = tied if self.weight is None else self.weight
-        assert weight is not None, "a head without a matrix of its own reads the embedding's"
+        assert weight is not None, "a head without a matrix needs that of the embedding"
         return OutputProjection(weight, self.bias, self.softcap, self.vocabulary, self.gradient_sum)
 
     def forward(
@@ -374,7 +378,7 @@ class LMHead(nn.Module):
         """Return the outputs named in `want` for the rows of `x`.
 
         `states` [N, width] are the hidden states of these rows. `tied` is the matrix of the
-        embedding, which is used if the head has no matrix of its own.
+        embedding, which is used if `weight` is None.
         """
         return token_outputs.compute_outputs(
             states, x, self.build_projection(tied), want, temperature, support
@@ -396,7 +400,7 @@ def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
     `weight` is [1, H]. bfloat16 is not precise enough: two thousand distinct rewards would be
-    rounded to about a thousand.
+    rounded to about a thousand distinct values.
 
     The result is a copy instead of a view. FSDP2 attaches hooks to the outputs of a network, and
     warns that writing to a view in place would bypass these hooks.
@@ -415,12 +419,13 @@ def find_score_rows(x: Packed, padding: int | None) -> Tensor:
     last = x.attention.last_tokens
     if padding is None:
         return last
-    places = torch.arange(len(x.tokens), device=last.device)
-    read = torch.where(x.tokens != padding, places, -1).cummax(0).values[last]
+    indices = torch.arange(len(x.tokens), device=last.device)
+    # Last token other than padding, up to the end of each sequence.
+    score_rows = torch.where(x.tokens != padding, indices, -1).cummax(0).values[last]
     starts = x.attention.dense.cu_seqlens.long()
     # First token of the segment in which each sequence ends.
-    first = starts[torch.searchsorted(starts, last, right=True) - 1]
-    return torch.where(read >= first, read, last)
+    first_tokens = starts[torch.searchsorted(starts, last, right=True) - 1]
+    return torch.where(score_rows >= first_tokens, score_rows, last)
 
 
 def average_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
@@ -429,14 +434,14 @@ def average_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
     The head is linear, so this is the score of the mean hidden state.
     """
     lengths = context.dense.lengths
-    numbers = torch.arange(len(lengths), device=per_token.device)
-    sequence = numbers.repeat_interleave(lengths, output_size=len(per_token))
+    indices = torch.arange(len(lengths), device=per_token.device)
+    sequence_indices = indices.repeat_interleave(lengths, output_size=len(per_token))
     return per_token.new_zeros(len(lengths)).index_add(
-        0, sequence, per_token / context.token_lengths
+        0, sequence_indices, per_token / context.token_lengths
     )
 
 
-EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first block
+EMBEDDINGS = ("embed", "positions", "embed_in")  # modules with parameters before the first block
 
 
 def set_residual_dropout(network: Transformer, rate: float, *, ramp: bool) -> None:
@@ -508,19 +513,24 @@ def compile_blocks(
     For matrices in compiled parts, autograd computes the gradients as usual. These gradients are
     not added directly to master weights.
 
-    Hooks on modules of a block may call code that cannot be compiled; it then runs between the
+    Hooks on modules of a block may call code that cannot be compiled; this code runs between the
     compiled parts. With `fp8`, compiled products use fp8 if the sizes of the matrix allow this.
     """
     for block in network.blocks:
         assert isinstance(block, Block)
-        whole = not any(part._forward_pre_hooks or part._forward_hooks for part in block.modules())
-        into, out = (
-            kernels.compiled_by_rows(part, backend, whole=whole)
+        # Hooks may call code that cannot be compiled.
+        full_graph = not any(
+            module._forward_pre_hooks or module._forward_hooks for module in block.modules()
+        )
+        compute_heads, compute_output = (
+            kernels.compiled_by_rows(part, backend, full_graph=full_graph)
             for part in (Block.compute_heads, Block.compute_output)
         )
-        experts = isinstance(block.mlp, MoE)
-        block.compiled = CompiledParts(into, Block.compute_output if experts else out)
-        for layer in [block.attention.qkv] if experts else block.modules():
+        has_experts = isinstance(block.mlp, MoE)
+        if has_experts:
+            compute_output = Block.compute_output
+        block.compiled = CompiledParts(compute_heads, compute_output)
+        for layer in [block.attention.qkv] if has_experts else block.modules():
             if fp8 is not None and isinstance(layer, Linear) and fp8.supports(layer.weight):
                 layer.narrow = fp8
 
@@ -530,17 +540,18 @@ def add_gradients_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) ->
 
     This applies to linear layers, their adapters and the output layer. `masters` maps the names of
     the network's parameters to the master weights. All other gradients are added to the `grad` of
-    the network's own parameters as usual. For example, a tied matrix has two gradients: that of the
-    output layer is added to the master weight, and that of the embedding to the parameter.
+    the network's own parameters as usual. For example, a tied matrix has two gradients: the
+    gradient of the output layer is added to the master weight, and that of the embedding to the
+    parameter.
 
     In the compiled parts of blocks, autograd still computes the gradients. Do not use this if a
     backward pass visits a layer twice, as in a pipeline that splits the backward pass, because each
     visit would add the gradient.
     """
     sums: dict[Tensor, GradientSum] = {}
-    for name, p in network.named_parameters():
+    for name, parameter in network.named_parameters():
         if name in masters:
-            sums[p] = GradientSum(masters[name])
+            sums[parameter] = GradientSum(masters[name])
     compiled = set()
     for block in network.modules():
         if isinstance(block, Block) and block.compiled is not None:
