@@ -25,6 +25,8 @@ OWN_FOLDERS = {
         "what a process says of itself in /proc, in folders that it alone sees"
     ),
     "writing.py": "the one place",
+    "observe/jsonl.py": "asks for the destination",
+    "observe/timeline.py": "asks for the destination",
     "observe/memory.py": "/proc, where Linux takes a command",
     "engine/hf/lora.py": "the folder of an unfinished checkpoint",
     "host/_worker.py": "standard output",
