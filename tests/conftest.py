@@ -46,7 +46,6 @@ NEEDS_TORCH = re.compile(  # weft's message
 )
 # Files of a few tests that take minutes. At the end of a tier they would leave a core without work.
 STARTED_FIRST = (
-    "tests/e2e/test_demo.py",
     "tests/launch/test_cluster_failures.py",
     "tests/e2e/test_real_data.py",
     "tests/launch/test_supervisor_restarts.py",

@@ -207,6 +207,12 @@ def named(case: Case) -> str:
     return f"{case.family}-{case.form}-{'kernels' if case.kernels else 'torch'}"
 
 
+@pytest.mark.slow_cases(
+    "gemma2-recomputed-kernels",
+    "gpt2-lora-kernels",
+    "mixtral-prefixes-kernels",
+    "llama-packed-kernels",
+)
 @pytest.mark.default_cases(
     "gemma2-packed-torch",
     "gpt2-prefixes-torch",
@@ -224,6 +230,12 @@ def test_sharded_by_block(case: Case, ranks: Ranks) -> None:
         same(found.parameters, expected.parameters, far and far.parameters, "after three steps")
 
 
+@pytest.mark.slow_cases(
+    "gemma2-recomputed-kernels",
+    "gpt2-lora-kernels",
+    "mixtral-prefixes-kernels",
+    "llama-packed-kernels",
+)
 @pytest.mark.default_cases(
     "gemma2-packed-torch",
     "gpt2-prefixes-torch",
