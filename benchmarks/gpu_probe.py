@@ -58,7 +58,7 @@ def abilities() -> dict[str, str]:
     return {
         "flash": str(flash.find_features()),
         "flash version": str(flash.find_version()),
-        "flex": str(flex._can_compile()),
+        "flex": str(flex.can_compile()),
     }
 
 

@@ -1,10 +1,10 @@
-"""What a role's options come to: its layout."""
+"""The layout of a role, and temperatures at which sampling is refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.engine.spec import ModelSpec, ParallelSpec
+from weft.engine.spec import GenerationSpec, ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 
 
@@ -36,3 +36,11 @@ def test_a_layout_s_own_f_and_the_stage_agree() -> None:
         with pytest.raises(ConfigError, match=f"zero_stage={stage} and layout='{layout}' differ"):
             ModelSpec(layout=layout, zero_stage=stage, trained=True).resolve_layout()
     assert ModelSpec(layout="d1", zero_stage=3, trained=True).resolve_layout().num_devices == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 9e-5])
+def test_a_temperature_too_small_to_divide_logits_needs_greedy(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=rf"gen\.temperature={temperature:g}: .*gen\.greedy=true"):
+        GenerationSpec(temperature=temperature)
+    assert GenerationSpec(temperature=temperature, greedy=True).greedy
+    assert GenerationSpec(temperature=1e-4).temperature == 1e-4

@@ -87,6 +87,10 @@ def verdict(program: str, tests: str = TESTS, **options: object) -> bool:
         ),
         ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
         (
+            "def f(target, operation, remote): return target + operation + remote",
+            "assert f(target=1, operation=2, remote=3) == 6",
+        ),
+        (
             "from collections import Counter, namedtuple, deque\nfrom fractions import "
             "Fraction\nfrom datetime import date\n"
             "P = namedtuple('P', 'x y')\ndef f(): return Counter('aab'), P(1, 2), deque([1]), "

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec_parts import (
+    LEAST_TEMPERATURE,
     LoRASpec,
     PrefixSpec,
     check_adapters,
@@ -556,16 +557,13 @@ class GenerationSpec:
     )
     kv_cache_gb: float | None = option(
         None,
-        "maximum GiB of keys and values; a GPU keeps this memory from one call to the "
-        "next; absent: a quarter of "
-        "the device's memory, on a GPU at most 90% of the free memory",
+        "maximum GiB of keys and values; a GPU keeps this memory from one call to the next; "
+        "absent: a quarter of the device's memory, on a GPU at most 90% of the free memory",
         check=find_cache_problem,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
-    top_logprobs: int = option(
-        0, "", hidden=True
-    )  # number of likeliest ids reported for every token
+    top_logprobs: int = option(0, "", hidden=True)  # number of likeliest ids reported per token
     # tokenizer for stop texts, set by the generate interface
     tokenizer: Any = option(None, "", hidden=True)
 
@@ -575,9 +573,10 @@ class GenerationSpec:
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds "
                 f"gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
-        if self.temperature == 0.0 and not self.greedy:
+        if 0.0 <= self.temperature < LEAST_TEMPERATURE and not self.greedy:
             raise ConfigError(
-                "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"
+                f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write "
+                f"{LEAST_TEMPERATURE:g} or more, or set gen.greedy=true for the likeliest token"
             )
 
     @property

@@ -20,7 +20,7 @@ MOST_RANK = 2**16  # rank of adapters
 MOST_SAMPLES = 2**16
 MOST_PASSES = 10_000  # completions of a prompt, passes over a batch
 MOST_CACHE_GB = 1e6
-LEAST_TEMPERATURE = 1e-4
+LEAST_TEMPERATURE = 1e-4  # of sampling
 MOST_ROPE_FACTOR = 1_000_000
 # name of the number that each type of RoPE scaling needs
 ROPE_NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}

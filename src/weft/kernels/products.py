@@ -5,8 +5,8 @@ processor's peak rate in training. Without a compiler to build these, torch's on
 used, because torch's default, MKL, does not use the wide vector units of AMD's processors.
 
 The result of a row has the same bits regardless of the other rows. For very few rows, torch uses
-other kernels, whose results differ in rounding, so inputs with fewer than `LEAST_ROWS` rows are
-padded.
+other CPU kernels, whose results differ in rounding, so inputs on a CPU with fewer than `LEAST_ROWS`
+rows are padded.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def linear(
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    has_kernel = native.serves(x, weight, bias) or _uses_onednn(x, weight, bias)
-    if gradient_sum is not None or has_kernel:
+    if gradient_sum is not None or native.serves(x, weight, bias) or _uses_onednn(x, weight, bias):
         return _LinearFunction.apply(x, weight, bias, gradient_sum)
     return F.linear(x, weight, bias)
 

@@ -107,7 +107,7 @@ class JaxNetwork(nn.Module):
 
     Attributes:
         arrays: Values of the parameters by the name of their array (`ParameterStacks`).
-        anchor: Unused parameter, because of which autograd computes gradients of the outputs.
+        anchor: Unused parameter that makes autograd compute the gradients of the outputs.
         add_gradients: Function that is called in each backward pass. Its argument is a function
             that adds the pass's gradients to the summed gradients, which are a dict by array name.
         decoder: Architecture, and settings of the computation.

@@ -413,7 +413,7 @@ def choose_budget(
 ) -> GenerationBudget:
     """Return the limits of generation on a mesh, by the rules of `choose_default_budget`.
 
-    `kv_cache_gb` is the size of the cache in gigabytes, or None to choose it by the free memory.
+    `kv_cache_gb` is the maximum size of the cache in GiB; None chooses it by the device's memory.
     """
     config = decoder.config
     # Only the memory of this process's devices can be read.

@@ -29,7 +29,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def build_mesh(text: str | None, devices: Sequence[Any], *, trained: bool) -> Mesh:
-    """Return the mesh that the text describes, built from the first of the devices.
+    """Return the mesh that the text describes, built from the first devices of the list.
 
     Raises `ConfigError` for an invalid text (see `parse_mesh`).
     """

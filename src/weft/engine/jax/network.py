@@ -38,7 +38,7 @@ def compute_hidden(
     *,
     return_kv: bool,
 ) -> tuple[Array, list[KeysValues]]:
-    """Return the hidden states after the last norm, [R, L, width], and each stack's keys and values.
+    """Return hidden states [R, L, width] after the last norm, and each stack's keys and values.
 
     The list of keys and values is empty if `return_kv` is False. If `past` has the cached keys and
     values of each stack, each row is a single token, which also attends to its sequence's cached

@@ -356,17 +356,17 @@ def _refuse_calls() -> None:
     load = 0x20
     equal = 0x15
     at_least = 0x35
-    end = 0x06
+    return_ = 0x06
     kill = 0x80000000
     refuse = 0x00050000 | EPERM
     allow = 0x7FFF0000
     # Check the architecture, then compare the number of the call with each denied one.
     numbers = sorted(pair[column] for pair in DENIED.values())
     tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
-    code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (end, 0, 0, kill), (load, 0, 0, 0)]
+    code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (return_, 0, 0, kill), (load, 0, 0, 0)]
     for left, (kind, value) in zip(range(len(tests), 0, -1), tests, strict=True):
         code.append((kind, left, 0, value))  # jump to the last line, which refuses
-    code += [(end, 0, 0, allow), (end, 0, 0, refuse)]
+    code += [(return_, 0, 0, allow), (return_, 0, 0, refuse)]
     # Install the filter.
     lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
     filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))

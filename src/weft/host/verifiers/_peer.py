@@ -79,7 +79,7 @@ class RemoteProxy:
     def __init__(self, peer: ObjectPeer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return _ask(self, "call", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +157,7 @@ def _locate(remote: Any) -> tuple[ObjectPeer, int]:
     return location
 
 
-def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
+def _ask(remote: Any, operation: str, /, *args: Any, **kwargs: Any) -> Any:
     peer, number = _locate(remote)
     if peer.guarded and operation == "getattr" and args[0] in PREDICATES:
         raise AttributeError(
@@ -175,7 +175,7 @@ def _next(items: Any) -> list[Any]:
 
 # Operation of a request -> function that performs it on the object
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "iter": iter,

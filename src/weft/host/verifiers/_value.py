@@ -65,11 +65,9 @@ def have_same_value(first_text: str, second_text: str) -> bool | None:
         return None
     if DECIMAL.fullmatch(first_text):
         return _is_rounded_or_truncated(first_text, first, second)
-    return (
-        _is_rounded_or_truncated(second_text, second, first)
-        if DECIMAL.fullmatch(second_text)
-        else None
-    )
+    if DECIMAL.fullmatch(second_text):
+        return _is_rounded_or_truncated(second_text, second, first)
+    return None
 
 
 def _is_rounded_or_truncated(
@@ -417,9 +415,8 @@ def compare_ratios(first: str, second: str) -> bool | None:
     if first_parts is None and second_parts is None:
         return None
     if first_parts is None or second_parts is None:
-        return (
-            False if max(len(first_parts or ()), len(second_parts or ())) > 2 else None
-        )  # 3:4 may be 3/4
+        # A ratio of two numbers can equal a number: 3:4 may be 3/4.
+        return False if len(first_parts or second_parts or ()) > 2 else None
     if len(first_parts) != len(second_parts):
         return False
     verdicts = []

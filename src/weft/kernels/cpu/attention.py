@@ -51,9 +51,10 @@ def attend_rows(
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated.
 
-    Each of the `parts` lists segments in its field `causal`; the other fields are ignored. A segment
-    assigns a range of queries to a range of keys. Each query is in exactly one segment of one part.
-    Segments of different parts can have keys in common. The result can be differentiated once.
+    Each of the `parts` lists segments in its field `causal`, which are limited by its `window`; its
+    field `full` is ignored. A segment assigns a range of queries to a range of keys. Each query is
+    in exactly one segment of one part. Segments of different parts can have keys in common. The
+    result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out

@@ -30,7 +30,7 @@ from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training
 LEAST_DIM = 16  # smallest head size: the kernels' tiles have this many columns
-RECOMPILE_LIMIT = 256  # shapes that a process compiles; torch's default is 8
+RECOMPILE_LIMIT = 256  # most shapes of a function that are compiled; torch's default is 8
 
 Modifier = Callable[..., Tensor]
 # (prefix, continuation), each as (first token, exclusive end)
