@@ -161,12 +161,12 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counted: Counted) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.format_step = counted
+        ctx.counted = counted
         return counted.as_one("rms_norm", lambda x, weight: torch.empty_like(x))(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (x, weight), counted = ctx.saved_tensors, ctx.format_step
+        (x, weight), counted = ctx.saved_tensors, ctx.counted
         by_x = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(x))(
             gradients[0], x
         )
@@ -184,7 +184,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, counted: Counted, operations: float
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.format_step, ctx.operations = counted, operations
+        ctx.counted, ctx.operations = counted, operations
         return counted.as_one(
             "attention",
             lambda q, k, v: torch.empty_like(q),
@@ -195,8 +195,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         q, k, v = ctx.saved_tensors
-        rate = ctx.format_step.device.attention[1]
-        made = ctx.format_step.as_one(
+        rate = ctx.counted.device.attention[1]
+        made = ctx.counted.as_one(
             "attention backward",
             lambda _, *given: [torch.empty_like(x) for x in given],
             2.5 * ctx.operations,
