@@ -84,7 +84,7 @@ def build_command(
 
 
 def partition_checkpoint(argv: Sequence[str]) -> int:
-    """Run `weft convert partition` for ReaL's transform_to_pipe_ckpt, whose arguments are the same."""
+    """Run ReaL's transform_to_pipe_ckpt as `weft convert partition`, with the same arguments."""
     from weft.cli import main
 
     return main.main(["convert", "partition", *argv])

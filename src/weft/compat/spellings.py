@@ -199,7 +199,7 @@ GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
 DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
 DEGREE_PATTERN = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
 SEQUENCE_PARALLEL_PATTERN = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
-TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<field>_class|is_critic|size)")
+TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<part>_class|is_critic|size)")
 HALF_PRECISION_PATTERN = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
 SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
 NODE_PATTERN = re.compile(
@@ -295,7 +295,7 @@ def _translate_option(translation: _ReaLTranslation, override: Override) -> None
     if name in translation.known:
         _change_value(translation, override, last)
     elif match := TYPE_PATTERN.fullmatch(name):
-        _read_type(translation, override, match["role"], match["field"])
+        _read_type(translation, override, match["role"], match["part"])
     elif match := DEGREE_PATTERN.fullmatch(name):
         _collect_degree(translation, override, match["call"], DEGREES[match["degree"]])
     elif (
@@ -352,16 +352,16 @@ def _change_value(translation: _ReaLTranslation, override: Override, last: str) 
         translation.translated.append(override)
 
 
-def _read_type(translation: _ReaLTranslation, override: Override, role: str, field: str) -> None:
-    """Translate an option `ROLE.type.*`; `field` is its last part.
+def _read_type(translation: _ReaLTranslation, override: Override, role: str, part: str) -> None:
+    """Translate an option `ROLE.type.*`; `part` is the last part of its name.
 
     `_class` becomes weft's option `ROLE.type`. `size` and `is_critic` are dropped with a note.
     Raises `ConfigError` if `is_critic` contradicts the role.
     """
-    if field == "_class":
+    if part == "_class":
         translation.add_renamed(override, f"{role}.type", override.value)
         return
-    if field == "size":
+    if part == "size":
         translation.note_ignored(override, "weft reads sizes from config.json")
         return
     is_critic = role in ("critic", "rew") or translation.config.algorithm == "rw"

@@ -107,7 +107,7 @@ def find_triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] =
     base = registry.quickstarts.get("ppo")()
     stack = read_stack(names, SectionLibrary.from_folders(), base, overrides.parse(list(assigned)))
     option = {"rm": "rew.path", "sft": "actor.path"}[mode]
-    model: Any = next((o.value for o in stack.overrides if o.name == option), None)
+    model: Any = next((each.value for each in stack.overrides if each.name == option), None)
     if not isinstance(model, str):
         key = {"rm": "rank_config", "sft": "sft_config"}[mode]
         raise ConfigError(

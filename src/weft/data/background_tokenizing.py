@@ -232,7 +232,7 @@ def _build_background_table(
             for index, message, long in outcome[2]:
                 problems.append((chunk[index], message, long))
 
-    # Encode the chosen rows. If some are bad, encode all rows of the same shapes, to report on them.
+    # Encode the chosen rows. If some are bad, report on them by encoding all rows of their shapes.
     eager_rows = sorted(rows.eager_rows)
     encode(eager_rows)
     bad_shapes = {rows.shapes[row] for row, _, long in problems if long is None}

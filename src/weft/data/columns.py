@@ -311,8 +311,8 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Check that the keys of `columns` are names of columns that the dataset type `type` reads.
 
     Types that are not in `TYPE_COLUMNS` accept any name. The values of arguments such as
-    `prompt_key` in `args` are accepted too. Raises `ConfigError` for an unknown name, and if an argument such as
-    `prompt_key` is empty.
+    `prompt_key` in `args` are accepted too. Raises `ConfigError` for an unknown name, and if an
+    argument such as `prompt_key` is empty.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":

@@ -1,4 +1,4 @@
-"""Token ids of encoded rows, limits on their length, and random windows of rows that are too long."""
+"""Token ids of encoded rows, limits on their length, and random windows of overlong rows."""
 
 from __future__ import annotations
 

@@ -352,9 +352,9 @@ def encode_text(
     time, since some tokenizers need time that is quadratic in the length of the text.
     """
     if max_tokens is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
-        least = len(text) // max(map(len, hf.get_vocab()), default=1)
-        if least > max_tokens:
-            raise RowTooLong("row", least, "dataset.max_seqlen", max_tokens, uncounted=True)
+        num_tokens = len(text) // max(map(len, hf.get_vocab()), default=1)  # lower bound
+        if num_tokens > max_tokens:
+            raise RowTooLong("row", num_tokens, "dataset.max_seqlen", max_tokens, uncounted=True)
     with explain_read_errors(
         "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,

@@ -235,8 +235,8 @@ def check_run(words: Sequence[str], *, starts: bool = True) -> None:
 def check_devices(experiment: Experiment, mode: str) -> None:
     """Raise `ConfigError` if this machine lacks devices or packages that a run's roles need.
 
-    JAX devices are not counted if there are several hosts: this is possible only after all hosts
-    have connected.
+    JAX devices are counted only for a run in this process on a single host. Several hosts can count
+    them only after all have connected.
     """
     from weft.engine.backends.jax import build_role_mesh, check_jax
     from weft.launch.cluster import check_ray, get_device_kind

@@ -38,7 +38,7 @@ from weft.reading import explain_read_errors
 from weft.storage.copies import VERSION_DIGITS
 from weft.writing import write
 
-# size of the blocks at the beginning, middle and end of each tensor that identify a file
+# bytes that identify a file, at the beginning, middle and end of each part of a tensor
 BLOCK_BYTES = 1 << 14
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 STAND_IN = "model.safetensors"  # empty file in place of the weights, which plans do not read
@@ -162,9 +162,9 @@ def _plan_model(
 def _compute_digest(stream: TensorStream) -> str:
     """Return a hash that identifies a weight file.
 
-    Hashed are the size of the file, and the name, dtype, shape and three blocks of each tensor.
-    Training changes values everywhere in a tensor, so blocks are enough to tell files apart.
-    Hashing all bytes of a file of 26 GB would take minutes at each start.
+    It covers the size of the file, the name, dtype and shape of each tensor, and three blocks of
+    each part of a tensor. Blocks are enough to tell files apart, because training changes values
+    everywhere in a tensor. Hashing all bytes of a file of 26 GB would take minutes at each start.
     """
     digest = hashlib.sha256()
     source = stream.source
@@ -180,7 +180,7 @@ def _compute_digest(stream: TensorStream) -> str:
 
 
 def _describe_tokenizer(tokenizer: str) -> dict[str, str]:
-    """Return what identifies a tokenizer: its name on the hub, or the hash of each of its files."""
+    """Return the kind of a tokenizer (file, folder) and the hash of each file, or its hub name."""
     if not tokenizer:
         return {}
     place = Path(copy_tokenizer(tokenizer)).expanduser()

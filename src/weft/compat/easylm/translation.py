@@ -147,8 +147,8 @@ def _check_whitening(parsed: ParsedFlags, size: int, completions: int) -> None:
     whitened = "advantages and rewards" if parsed.get("whiten_rewards") else "advantages"
     raise ConfigError(
         f"--easylm_compat=true: with {flag}={size} EasyLM whitens {whitened} over each minibatch, "
-        f"and weft over the {completions} completions of a step; write --{flag}={completions}, or a "
-        f"batch_size of the dataset whose completions are one minibatch"
+        f"and weft over the {completions} completions of a step; write --{flag}={completions}, or "
+        f"a batch_size of the dataset whose completions are one minibatch"
     )
 
 

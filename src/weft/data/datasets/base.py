@@ -1,4 +1,4 @@
-"""Interfaces of dataset classes, base class of the built-in types, and samples that vary by epoch."""
+"""Interfaces of dataset classes, base class of built-in types, and samples that vary by epoch."""
 
 from __future__ import annotations
 
