@@ -44,7 +44,7 @@ IS_OLD = Version(version("torch")) < Version("2.13")
 NEEDS_TORCH = re.compile(  # weft's message
     r"pipeline_schedule=(zero_bubble|interleaved_zero_bubble|zbv) needs torch 2\.13"
 )
-# Files of a few tests that take minutes. At the end of a tier they would leave a core without work.
+# Files with a few tests that take minutes. At the end of a tier, they would leave a core idle.
 STARTED_FIRST = (
     "tests/launch/test_cluster_failures.py",
     "tests/e2e/test_real_data.py",
@@ -99,9 +99,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
 def pytest_order_files(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files of `STARTED_FIRST` at the front, and of the others those with the most tests.
+    """Sort the files: `STARTED_FIRST`, then the others by number of tests, the largest first.
 
-    This is done with `--no-loadscope-reorder`, with which `pytest -n` keeps the order of files.
+    Without `--no-loadscope-reorder`, `pytest -n` has its own order, and nothing is sorted here.
     """
     if config.getoption("loadscopereorder", True):
         return
@@ -116,7 +116,7 @@ def pytest_order_files(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _is_other_case(item: pytest.Item, mark: str) -> bool:
-    """Return whether the test has this mark, which lists cases, but is none of them."""
+    """Return whether the test has the given mark, which lists cases, and is not one of them."""
     cases = item.get_closest_marker(mark)
     return cases is not None and not any(part in item.callspec.id for part in cases.args)
 

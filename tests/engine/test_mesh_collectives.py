@@ -45,8 +45,8 @@ def pairs(more: Mapping[str, str] = MappingProxyType({}), **layouts: str) -> lis
     """Return (case, layout) of each.
 
     Every case meets every degree and every layout meets a plain case: full products repeat what
-    these, and two processes, check already. The slow tier has each case and each layout once, the
-    other pairs are exhaustive.
+    these, and two processes, check already. The slow tier has each case and each layout at least
+    once; the other pairs are exhaustive.
     """
     found = [
         (name, layout) for name, each in {**layouts, **more}.items() for layout in each.split()
@@ -163,7 +163,7 @@ def test_tensor_ranks_that_share_no_rows(ranks: Ranks, compare: Compare) -> None
     compare(WHOLE, "t2", ranks)
 
 
-@pytest.mark.slow_cases("t4", "t2c2")
+@pytest.mark.slow_cases("t4", "t2c2", "t2p2")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in FOUR if "t" in layout])
 def test_tensor_ranks_that_share_no_rows_more(
@@ -274,7 +274,7 @@ def test_schedules_of_combinations(
     compare(case, layout, four_ranks)
 
 
-@pytest.mark.slow_cases("1", "3")
+@pytest.mark.slow_cases("0", "1", "3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages_with_experts(stage: int, ranks: Ranks, compare: Compare) -> None:
@@ -400,7 +400,7 @@ HALVED = {
 }
 
 
-@pytest.mark.slow_cases("gpt2", "tied", "not shared out")
+@pytest.mark.slow_cases("gpt2", "lora", "tied", "gemma2", "some recomputed", "not shared out")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(HALVED))
 def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, compare: Compare) -> None:
@@ -462,7 +462,7 @@ def test_a_transformers_module_on_two_processes(ranks: Ranks, compare: Compare) 
     compare(Case(options={"backend": "hf"}), "d2f1", ranks)
 
 
-@pytest.mark.slow_cases("1", "3")
+@pytest.mark.slow_cases("1", "2")  # 0 and 3 are the layouts d2f1 and d2 above
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages(stage: int, ranks: Ranks, compare: Compare) -> None:

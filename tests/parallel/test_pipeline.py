@@ -319,7 +319,6 @@ def test_two_ranks_in_every_form(case: Case, ranks: Ranks) -> None:
     check(case, ranks, 2)
 
 
-@pytest.mark.slow_cases("-m5", "-m9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

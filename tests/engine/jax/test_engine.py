@@ -69,7 +69,9 @@ def assert_equal_steps(one: Any, other: Any, *seeds: int) -> None:
     assert_equal_parameters(one, other)
 
 
-@pytest.mark.slow_cases("gemma2", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "qwen3")
+@pytest.mark.slow_cases(
+    "gemma2", "gpt2", "gpt_bigcode", "gpt_neox", "mixtral", "olmo2", "opt", "qwen3"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -> None:
     # transformers reads no tokenizer beside a scaled config.json of phi3
@@ -86,7 +88,6 @@ def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -
     )
 
 
-@pytest.mark.slow_cases("scaled", "lora", "recomputed", "palm")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -135,7 +136,7 @@ def test_the_cut_into_micro_batches_changes_the_last_roundings_alone(tmp_path: P
     assert_equal_parameters(one, other)
 
 
-@pytest.mark.slow_cases("adamw", "palm")
+@pytest.mark.slow_cases("adamw", "palm", "lion-turn2", "sgd-turn7")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "turn"),

@@ -288,7 +288,7 @@ def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.slow_cases("1.0")
+@pytest.mark.slow_cases("0.7")
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_float32_differs_by_draws_at_a_boundary_alone(stories: Path, temperature: float) -> None:

@@ -141,7 +141,6 @@ def test_a_mesh_computes_what_one_device_of_torch_does(
     assert_equal_parameters(one, again)
 
 
-@pytest.mark.slow_cases("2,2,2")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2,2,2", *SLOW_MESHES])
 def test_gradients_are_those_of_torch(mesh: str, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     "d2f2-{'recompute_every': 1}-inductor",
     "p2-{}-inductor",
     "t2-{'recompute_every': 1}-inductor",
+    "t2-{'sequence_parallel': False}-inductor",
     "c2",
 )
 @pytest.mark.default_cases("recompute_every")
