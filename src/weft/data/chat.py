@@ -1,4 +1,4 @@
-"""Tokenize conversations with a mask of the assistant's tokens, and report what a template omits.
+"""Tokenize conversations with a mask of the assistant's tokens; report parts that templates omit.
 
 Masks are computed from spans of the rendered text, never from token ids. If a template has `{%
 generation %}` blocks, these are the assistant's text. For other templates, `weft.data.turns`

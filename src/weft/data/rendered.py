@@ -63,7 +63,7 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 
 
 def find_template_fault(render: Render) -> str | None:
-    """Return a description of what is wrong with a chat template, or None if no fault is found.
+    """Describe the fault of a chat template. Returns None if no fault is found.
 
     The check renders a short conversation. The template has a fault if it omits the text of a
     reply, or if it includes the text only when contents are lists of parts instead of strings.

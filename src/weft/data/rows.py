@@ -1,4 +1,4 @@
-"""Access to the columns of one row of a data file, with errors that say what is wrong."""
+"""Access to the columns of one row of a data file, with errors that describe the problem."""
 
 from __future__ import annotations
 
