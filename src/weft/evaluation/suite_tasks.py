@@ -345,7 +345,7 @@ def find_line(file: Path, reason: str) -> int:
     """Return the line of the key or value that an error message mentions, or 1.
 
     Keys and values that the message quotes are preferred to others, and longer ones to shorter
-    ones. If the message mentions none, the line is that of the first value that contains a quoted
+    ones. If the message mentions none, the line is that of the first text that contains a quoted
     word of the message, such as a template with an unknown name.
     """
     try:

@@ -40,7 +40,7 @@ from weft.observe.run_files import RunFiles
 FIRST_VIEW_POINTS = 400  # maximum points of a line in the first view
 MAX_POINTS = 1000  # maximum points of a line in the page's data, shown when the reader zooms
 PAGE_POINTS = 200_000  # maximum points of all lines of a page
-MIN_POINTS = 100  # maximum points of a line on a page with very many lines
+MIN_POINTS = 100  # maximum points of a line even on a page with very many lines
 MAX_DOTS = 12  # a line with at most this many points shows each point as a dot
 NUM_VISIBLE_CHARTS = 12  # number of charts shown without a click
 NEVER_SMOOTHED = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured

@@ -186,7 +186,10 @@ def _render_card(named_run: NamedRun, named_runs: Sequence[NamedRun]) -> str:
 
 
 def _render_settings(named_runs: Sequence[NamedRun]) -> str:
-    """Render a table of the differing options; a long one of several algorithms is partly folded."""
+    """Render a table of the differing options.
+
+    The rows after the 40th are folded if options of an algorithm are among them.
+    """
     runs = [named_run.run for named_run in named_runs]
     rows = []
     for name, values in find_differences(runs).items():

@@ -17,11 +17,8 @@ from weft.observe.page import escape_text, render_folded
 from weft.observe.run_files import RunFiles
 from weft.options import iterate_options
 
-IDENTITY_OPTIONS = (
-    "experiment_name",
-    "trial_name",
-    "fileroot",
-)  # identify a run and never count as changed
+# Options that identify a run; they never count as changed.
+IDENTITY_OPTIONS = ("experiment_name", "trial_name", "fileroot")
 ABSENT_VALUE = object()  # default of an option that the quickstart does not have
 CHOSEN_TEXT = "chosen by weft"  # shown in place of the default if weft chose the value
 

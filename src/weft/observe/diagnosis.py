@@ -568,9 +568,10 @@ def _compute_repetitive_share(texts: Sequence[str]) -> float:
 
 def _is_repetitive(text: str) -> bool:
     """Return whether a text is long enough to be checked, and compresses well."""
+    if len(text) < MIN_TEXT_LENGTH:
+        return False
     encoded = text.encode(errors="replace")
-    compressed = zlib.compress(encoded, 9)
-    return len(text) >= MIN_TEXT_LENGTH and len(encoded) > REPETITIVE_RATIO * len(compressed)
+    return len(encoded) > REPETITIVE_RATIO * len(zlib.compress(encoded, 9))
 
 
 def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:

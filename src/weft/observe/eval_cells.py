@@ -222,7 +222,7 @@ def match_items(tables: Sequence[ItemTable]) -> ScoredItems | str:
 
 
 def compare_cells(first: TableCell, second: TableCell) -> ScoreDifference | str:
-    """Return the difference of the second cell from the first, or the reason for having none."""
+    """Return the difference of the second cell from the first, or the reason why there is none."""
     for name, setting in first.settings.items():
         other = second.settings.get(name)
         if other != setting:

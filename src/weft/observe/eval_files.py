@@ -36,12 +36,14 @@ RESULT_FILE = re.compile(r"results_(.*)\.json")
 STEPPED = re.compile(r"(?P<run>.*)@step(?P<step>\d{1,18})(?P<role>:.*)?")
 SAMPLES = "samples_{task}_{date}.jsonl"
 ERROR = "_stderr"  # end of the name of a standard error
-INTERVAL = "_ci95"  # written by `weft eval suite`; not read, but computed from the items
+# End of the name of an interval in results of `weft eval suite`. It is not read: intervals are
+# computed from the items.
+INTERVAL = "_ci95"
 NO_FILTER = "none"
 FALLING = ("perplexity", "bits_per_byte", "loss", "brier_score", "ter")
 # Metrics whose items are pairs of a log-likelihood and a number of words or bytes.
 WEIGHTED = ("perplexity", "bits_per_byte")
-# Settings of a task that must be equal for a comparison, in addition to its version.
+# Settings of a task that must be equal for a comparison, in addition to its prompts and version.
 SETTINGS = ("output_type", "generation_kwargs", "filter_list", "repeats")
 # Maximum relative difference between a recorded score and the score of its items; the rounding of
 # float32 is 1e-7.

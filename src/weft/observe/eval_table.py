@@ -69,7 +69,7 @@ class EvaluationTable:
     """Scores of models on tasks.
 
     `names` maps each model to its short name, in the order of the rows. `best` is the best model by
-    the column `decider`, and `verdict` has sentences on it.
+    the column `decider`, and `verdict` has sentences on this choice and its certainty.
     """
 
     names: Mapping[str, str]

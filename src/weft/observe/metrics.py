@@ -370,7 +370,7 @@ def drop_repeats(
     earlier_lines = SeriesIndex[str]()  # lines of the charts so far, by node
     for group in ordered:
         names: list[str] = []
-        chart_lines = SeriesIndex[None]()  # lines of this chart
+        chart_lines = SeriesIndex[None]()
         for name in sorted(group.names, key=_compute_sort_key):
             values = series(name)
             if chart_lines.find_equal(None, values) or (

@@ -29,7 +29,7 @@ LOG = RUN_LOG
 
 
 class RunObserver:
-    """Observer that records what happens in a run, without affecting the computation.
+    """Observer that records the progress of a run, without affecting the computation.
 
     It is not thread-safe: call its methods only from the thread that drives the run. `memory`
     returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` of steps

@@ -146,7 +146,7 @@ def compute_change(
     noise = _estimate_noise(values)
     estimated = max(
         noise.compute_for_means(num_first, num_last),
-        noise.end_mean * math.sqrt(1 + num_last / num_first),
+        noise.end_noise * math.sqrt(1 + num_last / num_first),
     )
     return MetricChange(first, last, max(estimated, sampling_noise or 0.0))
 
@@ -160,7 +160,7 @@ def compute_end_noise(values: Sequence[float]) -> float | None:
         return None
     last_half = values[-max(MIN_VALUES, len(values) // 2) :]
     noise = _estimate_noise(last_half).compute_for_means(count_last(len(values)))
-    return max(noise, _estimate_noise(values).end_mean)
+    return max(noise, _estimate_noise(values).end_noise)
 
 
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
@@ -200,14 +200,14 @@ class CurveNoise:
     Attributes:
         single: half-width of the 95% confidence interval for a single value
         correlation: lag-1 autocorrelation of the noise
-        end_mean: half-width of the 95% confidence interval for the mean at the end of the curve,
+        end_noise: half-width of the 95% confidence interval for the mean at the end of the curve,
             including noise that lasts for several steps; 0 if the curve is too short to estimate
             such noise
     """
 
     single: float
     correlation: float
-    end_mean: float
+    end_noise: float
 
     def compute_for_means(self, *counts: int) -> float:
         """Return the half-width of the confidence interval for the mean of `counts[0]` values.
@@ -257,19 +257,18 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
         for start in range(count % block_size, count, block_size)
     ]
     if block_size > 1 and len(blocks) >= MIN_BLOCKS:
-        end_mean = _approximate_student(NUM_LAST_BLOCKS - 2) * math.sqrt(
+        end_noise = _approximate_student(NUM_LAST_BLOCKS - 2) * math.sqrt(
             _compute_line_variance(blocks[-NUM_LAST_BLOCKS:])
         )
         return CurveNoise(
-            _approximate_student(degrees_of_freedom) * math.sqrt(variance), 0.0, end_mean
+            _approximate_student(degrees_of_freedom) * math.sqrt(variance), 0.0, end_noise
         )
     # A short curve: correct the variance for the lag-1 autocorrelation r of the noise.
     r = ASSUMED_CORRELATION
     if count >= MIN_ESTIMATED:
         r = _compute_autocorrelation(values[-int(count * LAST_FRACTION) :])
-        degrees_of_freedom = max(
-            1.0, degrees_of_freedom * (1 - r) / (1 + r)
-        )  # effective number if correlated
+        # The effective number for correlated noise.
+        degrees_of_freedom = max(1.0, degrees_of_freedom * (1 - r) / (1 + r))
     # Divide by the share of AR(1) noise that third differences retain.
     variance /= (20 - 30 * r + 12 * r**2 - 2 * r**3) / 20
     return CurveNoise(_approximate_student(degrees_of_freedom) * math.sqrt(variance), r, 0.0)
@@ -377,9 +376,8 @@ class RunPace:
         """Record the finite metrics of one step."""
         now = self.clock()
         if numbers["step"] > 0:  # step 0 is the evaluation before the first step
-            self._step_seconds.append(
-                now - self._last_time
-            )  # includes evaluation and saving between steps
+            # The time includes evaluation and saving between steps.
+            self._step_seconds.append(now - self._last_time)
         self._last_time = now
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)

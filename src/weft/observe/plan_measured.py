@@ -29,7 +29,7 @@ Bar = tuple[float, float]  # start and duration in seconds, from the start of th
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """Step of a run whose duration is the median of all steps.
+    """Step of median duration in a run; see `find_typical_step`.
 
     `seconds` is the measured duration, and `predicted` the predicted one, or None. `bars` maps the
     names of nodes to their activities in the step.

@@ -37,9 +37,8 @@ from weft.observe.metrics import (
 )
 from weft.observe.pace import RunPace, draw_sparkline
 
-MAX_LABEL_WIDTH = (
-    14  # maximum columns of the label column; a longer label moves its text to the right
-)
+# Maximum width of the label column; a longer label moves its text to the right.
+MAX_LABEL_WIDTH = 14
 MAX_ROW_LINES = 2  # maximum lines of a row on a terminal; longer text ends in an ellipsis
 MAX_TABLE_LINES = 10  # maximum lines of the whole table on a terminal
 ARROW = " -> "

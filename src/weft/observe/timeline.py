@@ -143,9 +143,9 @@ class Timeline:
             self._origin,
         )
 
-    def _write_event(self, event: Mapping[str, Any], time: float) -> None:
-        """Append an event that occurred at `time`, in seconds since the epoch."""
-        stamped = {**event, "ts": round((time - self._origin) * MICROSECONDS)}
+    def _write_event(self, event: Mapping[str, Any], epoch_seconds: float) -> None:
+        """Append an event that occurred at `epoch_seconds`, the time since the epoch."""
+        stamped = {**event, "ts": round((epoch_seconds - self._origin) * MICROSECONDS)}
         line = json.dumps(stamped, allow_nan=False).encode()
         is_new = self._size == 0
         with self._path.open("wb" if is_new else "r+b") as file:

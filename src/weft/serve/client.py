@@ -54,7 +54,7 @@ OUTPUT_NAMES: Mapping[str, Sequence[str]] = {
     "scores": ("rewards", "scores"),
     "logprobs": ("logprobs", "logits"),
 }
-LOGIT_ROWS = 8  # most rows of a request whose answer is all logits
+LOGIT_ROWS = 8  # maximum rows of a request that asks for the logits of all ids
 ROLES = {"score": "rew", "lm": "ref"}  # head -> name of the role
 STATUS_FIXES = {
     401: "set the token that the server asks for in the environment variable that service.token_env names",
@@ -374,7 +374,7 @@ class HTTPTransport:
         self._client.close()
 
     def _send(self, method: str, url: str, **options: Any) -> httpx.Response | RequestFailure:
-        """Send a request, and return the response if its status is 200."""
+        """Send a request, and return the response, or a failure if its status is not 200."""
         try:
             response = self._client.request(method, url, **options)
         except httpx.TimeoutException:

@@ -153,8 +153,8 @@ class HttpExchange:
         if encoding is not None:
             body = await asyncio.to_thread(compress_body, body, encoding)
             encoding_headers = {"content-encoding": encoding, "vary": "accept-encoding"}
-        all_headers = {"content-type": content_type, "content-length": str(len(body))}
-        await self._start(status, {**all_headers, **(headers or {}), **encoding_headers})
+        body_headers = {"content-type": content_type, "content-length": str(len(body))}
+        await self._start(status, {**body_headers, **(headers or {}), **encoding_headers})
         await self.send({"type": "http.response.body", "body": body})
 
     def _choose_encoding(self) -> str | None:

@@ -56,7 +56,7 @@ class GrowingText:
         self._pending_tokens: list[EmittedToken] = []
         self._emitted_tokens: list[EmittedToken] = []
         self._new_ids: list[int] = []
-        self.count = 0  # number of tokens
+        self.count = 0  # number of tokens passed to `feed`
         self.finish: str | None = None
 
     @property

@@ -24,7 +24,7 @@ from weft.serve.served_model import ServedModel
 from weft.serve.worker import CompletionJob, RowScores
 
 PAUSE = 16  # a request yields to the event loop after this many tokens
-MAX_PROMPT_VALUES = 1 << 20  # most tokens and log-probs of prompts in one answer
+MAX_PROMPT_VALUES = 1 << 20  # maximum tokens and log-probs of prompts in an answer
 
 
 @dataclass(frozen=True)

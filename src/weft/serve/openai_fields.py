@@ -22,7 +22,7 @@ PROMPT = ("prompt_logprobs", "return_token_ids")
 COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING, *PROMPT)
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt", "echo")
-# OpenAI fields that an endpoint may not support -> values without an effect, which are accepted.
+# OpenAI fields that some endpoint does not support -> values without an effect, which are accepted.
 UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

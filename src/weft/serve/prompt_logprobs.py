@@ -146,8 +146,8 @@ def _read_scores(
     values = np.maximum(scores.values[:count], LEAST_LOGPROB)
     if top_ids.shape[1]:
         is_token = top_ids == np.asarray(ids[1:], np.int64)[:, None]
-        rank = is_token.argmax(axis=1)[:, None]
-        token_logprobs = np.take_along_axis(top_logprobs, rank, axis=1)[:, 0]
+        column = is_token.argmax(axis=1)[:, None]
+        token_logprobs = np.take_along_axis(top_logprobs, column, axis=1)[:, 0]
         values = np.where(is_token.any(axis=1), token_logprobs, values)
     return values.tolist(), top_ids[:, :top], top_logprobs[:, :top]
 

@@ -49,8 +49,8 @@ class PromptReader:
         """Return the token ids of a conversation, rendered with the model's chat template.
 
         `bos` decides whether the ids begin with the BOS token; None leaves this to the template and
-        the tokenizer's options. Raises `RequestRefused` for invalid
-        messages, and for a model without a chat template.
+        the tokenizer's options. Raises `RequestRefused` for invalid messages, and for a model
+        without a chat template.
         """
         tokenizer = self.background.get_tokenizer(self.model.tokenizer)
         if messages is None:

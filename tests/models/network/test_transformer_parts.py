@@ -147,9 +147,9 @@ def test_over_caches_of_their_own(name: str) -> None:
 def test_states_are_given_where_there_is_no_embedding() -> None:
     first, second = parts_of(tiny(), [1])
     x = pack(sequences([9]))
-    with pytest.raises(AssertionError, match="every stage except the first needs hidden states"):
+    with pytest.raises(AssertionError, match="all stages except the first, and only these"):
         second(x, WANT)
-    with pytest.raises(AssertionError, match="every stage except the first needs hidden states"):
+    with pytest.raises(AssertionError, match="all stages except the first, and only these"):
         first(x, WANT, states=torch.zeros(9, first.config.hidden_size))
     names = (
         {name.split(".")[0] for name in find_canonical_parameters(first)},

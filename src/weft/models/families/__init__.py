@@ -1,6 +1,7 @@
 """Families of Hugging Face checkpoints, with one module per family.
 
-The constants are the upper limits of sizes in a config.json; larger values are treated as mistakes.
+The package also defines upper limits of the sizes in a config.json; larger values are treated as
+mistakes.
 """
 
 from __future__ import annotations

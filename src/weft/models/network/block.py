@@ -51,7 +51,7 @@ class BlockContext:
             all tokens. It is set only for the last block.
         prefix: Placement of the trained prefix in this pass; None without a prefix, and in passes
             over cached sequences that contain the prefix already.
-        stream: Rows and dropout of the residual stream; None for those in `rows` with
+        stream: Rows and dropout of the residual stream; None for the rows `rows` and the dropout
             `mlp_dropout`.
     """
 

@@ -302,7 +302,7 @@ class _GivenLogprobs(torch.autograd.Function):
             )
             given_logprobs[rows] = chunk.events.logprobs
             logprobs[rows] = chunk.logprobs
-            # If the output gradients are known already, compute the gradients of this chunk too.
+            # If the gradient function is known, compute the gradients of this chunk too.
             if settings.gradient is not None and total is not None:
                 outputs: dict[Output, Tensor] = {
                     "given_logprobs": given_logprobs,

@@ -285,8 +285,8 @@ def is_same_gradient(left: Tensor | None, right: Tensor | None) -> bool:
 
     If the forward pass has already computed the gradients of the inputs, it has used expected
     gradients of the outputs, which the backward pass compares with the actual ones. On an
-    accelerator, this function assumes that two tensors are equal, because comparing them
-    would wait for the device.
+    accelerator, this function assumes that two tensors are equal, because comparing them would wait
+    for the device.
     """
     if left is None or right is None:
         return left is right

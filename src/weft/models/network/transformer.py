@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return {"scores" if self.kind == "score" else "values": values}
 
     def find_output_rows(self, x: Packed) -> Tensor | None:
-        """Return the tokens whose last hidden states `forward` reads, int64 [N], or None for all."""
+        """Return the indices of the tokens whose final states are read, int64 [N]; None for all."""
         if not self.is_last_stage or self.averages_scores:
             return None
         return find_score_rows(x, self.padding) if self.kind == "score" else x.rows
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         is not the last stage, the result is the output of the last local block.
         """
         assert self.is_first_stage != (states is not None), (
-            "every stage except the first needs hidden states"
+            "all stages except the first, and only these, take hidden states"
         )
         dropout = None
         if x.dropout is not None:
@@ -485,7 +485,7 @@ def train_embeddings(network: Transformer) -> None:
 
 
 def count_frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
-    """Return how many of the first layers are frozen: `first`, or all but the last `last` layers.
+    """Return the number of frozen first layers: `first`, or all except the last `last` layers.
 
     Returns None if `first` and `last` are both None. Raises `ConfigError` if `first` or `last` is
     larger than `num_layers`.
