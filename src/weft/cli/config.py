@@ -165,12 +165,13 @@ def list_sections(arguments: argparse.Namespace) -> Iterator[str]:
 def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     """Yield a line per section with its name, its location, and the first few keys that it sets."""
     name_width = max((len(section.name) for section in sections), default=0)
-    place_width = max((len(section.find_location()) for section in sections), default=0)
+    location_width = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
         remainder = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
         listed_keys = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
-        yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {listed_keys}"
+        location = section.find_location()
+        yield f"{section.name:{name_width}}  {location:{location_width}}  {listed_keys}"
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:
