@@ -349,8 +349,8 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 def select_user_dataset_options(experiment: Experiment) -> dict[str, Any]:
     """Return the dataset options that the user has set, by name.
 
-    Options that weft has chosen are left out: a limit such as the model's context says nothing about
-    the rows.
+    Options that weft has chosen are left out: a limit such as the model's context says nothing
+    about the rows.
     """
     user_options = {}
     for name, value in (experiment.config.get("dataset") or {}).items():

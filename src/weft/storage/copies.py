@@ -124,8 +124,8 @@ def copy_model(url: str, subject: str = "") -> Path:
     """Return a copy of a model directory without the weights, or of a tokenizer directory or file.
 
     `complete` copies the weights when they are needed. Error messages begin with `subject`; the
-    default is the URL. Raises `CheckpointError` if the URL cannot be read, if it has no model and no
-    tokenizer, or if it is an incomplete checkpoint of a run.
+    default is the URL. Raises `CheckpointError` if the URL cannot be read, if it has no model and
+    no tokenizer, or if it is an incomplete checkpoint of a run.
     """
     subject = subject or url
     bucket = BucketFolder.open(url, subject, CheckpointError)
