@@ -341,9 +341,7 @@ def _copy_single(
     """Return a copy of the single file at the bucket's URL, whose stamp is `stamp`."""
     name = bucket.url.rpartition("/")[2]
     files = {name: stamp}
-    copy = _copy_files(
-        bucket.open_parent(), files, subject, kind, lambda _: True, copy_name=""
-    )
+    copy = _copy_files(bucket.open_parent(), files, subject, kind, lambda _: True, copy_name="")
     return copy / name
 
 
