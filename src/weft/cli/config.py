@@ -101,7 +101,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ("ls", list_sections),
         ("show", show_stack),
         ("cp", copy_section),
-        ("validate", validate_given),
+        ("validate", validate_arguments),
     ):
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
@@ -251,7 +251,7 @@ def _find_top_keys(lines: Sequence[str]) -> set[str]:
     return {match[2].strip() for match in matches if match}
 
 
-def validate_given(arguments: argparse.Namespace) -> Iterator[str]:
+def validate_arguments(arguments: argparse.Namespace) -> Iterator[str]:
     """Check the files, folders and sections that are arguments of `weft config validate`.
 
     Each section in the files is checked separately. Sections that are given by name are merged with
