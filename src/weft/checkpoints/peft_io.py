@@ -127,19 +127,19 @@ def _export(
 
 
 def _find_modules_to_save(
-    family: Family, config: TransformerConfig, head: Head, embeddings: bool
+    family: Family, config: TransformerConfig, head: Head, save_embeddings: bool
 ) -> dict[str, str]:
     """Return the parameters that are saved in full next to the adapters.
 
     The result maps checkpoint names to canonical names (weft's own). It contains a value or score
-    head and, if `embeddings` is True, the embedding and the output matrix. An embedding that is
-    also the output matrix is saved under both names.
+    head and, if `save_embeddings` is True, the embedding and the output matrix. An embedding that
+    is also the output matrix is saved under both names.
 
     The output matrix is also saved as `lm_head`, because PEFT looks for the name of the module. In
     transformers 5, this name is `lm_head` for every family, even if checkpoints use another name.
     """
     full_names = {} if head == "lm" else {family.score: "score.weight"}
-    if not embeddings:
+    if not save_embeddings:
         return full_names
     names = family.keymap(config, head).group_by_hf_name()
     for hf, keys in names.items():

@@ -228,11 +228,11 @@ def _read_index(index: Path) -> dict[str, list[str]]:
     The result maps file names to tensor names. Raises `CheckpointError` if the index is invalid or
     names files in another directory.
     """
-    places = read_object(index, str(index), CheckpointError).get("weight_map")
-    if not isinstance(places, dict) or not places:
+    file_by_name = read_object(index, str(index), CheckpointError).get("weight_map")
+    if not isinstance(file_by_name, dict) or not file_by_name:
         raise CheckpointError(f"{index} has no weight_map of tensors and their files")
     files: dict[str, list[str]] = {}
-    for name, file in places.items():
+    for name, file in file_by_name.items():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
             raise CheckpointError(
                 f"{index}: {name} lies in {file!r}, which is not a file next to the index"

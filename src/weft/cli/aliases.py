@@ -78,19 +78,19 @@ class OverrideTranslation:
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     user_spellings: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
-    # spelling -> position of the config section that sets it; a missing one counts as 0
-    positions: Mapping[str, int] = field(default_factory=dict)
+    # spelling -> rank of the assignment, which is the position of its config section; 0 if missing
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     def add_assignment(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        If several spellings set the same option, the one with the highest position is used. Raises
-        `ConfigError` if two spellings with the same position set the option.
+        If several spellings set the same option, the one with the highest rank is used. Raises
+        `ConfigError` if two spellings with the same rank set the option.
         """
         previous = self.user_spellings.setdefault(target, override.name)
         if previous != override.name:
-            older = self.positions.get(previous, 0)
-            newer = self.positions.get(override.name, 0)
+            older = self.ranks.get(previous, 0)
+            newer = self.ranks.get(override.name, 0)
             if older == newer:
                 raise ConfigError(
                     f"{previous} and {override.name} are the same option, {target}; set one of them"
@@ -164,11 +164,11 @@ def build_translation(
 ) -> OverrideTranslation:
     """Translate overrides to weft's option names, and record how the user spelled each option.
 
-    `ranks` maps a name, as the user spelled it, to the position of the config section that sets it.
-    Sections with a higher position take precedence.
+    `ranks` maps a name, as the user spelled it, to the position of the config section that sets it;
+    the command line comes last. Of several spellings of an option, the highest rank is used.
     """
     translation = OverrideTranslation(
-        config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
+        config, frozenset(leaf.name for leaf in iterate_options(config)), ranks=ranks or {}
     )
     split_overrides = [
         part for override in overrides for part in _split_group(override, translation.known_options)
@@ -238,9 +238,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
         option == name or option.startswith(f"{name}.") for option in translation.known_options
     ):
         return True
-    is_mapping_key = any(
-        name.startswith(f"{option}.") for option in translation.known_options
-    )  # a key of a mapping
+    is_mapping_key = any(name.startswith(f"{option}.") for option in translation.known_options)
     return is_mapping_key or name.startswith("optimizer.") or bool(_find_targets(name, translation))
 
 

@@ -97,9 +97,9 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` (exit code 2) for an unusable model or option.
     """
     arguments = build_parser().parse_args(list(argv))
-    names = arguments.models or [
-        located for located in (arguments.model_path,) if located is not None
-    ]
+    names = arguments.models
+    if not names and arguments.model_path is not None:
+        names = [arguments.model_path]
     if len(names) not in (1, 2) or (arguments.models and arguments.model_path is not None):
         raise ConfigError(
             "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); "
@@ -173,13 +173,13 @@ def _open_conversation(
     opened = open_policy(model)
     tokenizer = opened.tokenizer
     description = opened.engine.description
-    chat = Conversation(
+    conversation = Conversation(
         opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.list_stop_ids()), view
     )
-    chat.plain = plain or tokenizer.chat_template is None
-    chat.context = opened.context
+    conversation.plain = plain or tokenizer.chat_template is None
+    conversation.context = opened.context
     if label:
-        chat.name = opened.name
+        conversation.name = opened.name
     view.show_title(f"{label or 'weft chat'}  {opened.name}")
     for note in opened.notes:
         view.show_note(note)
@@ -190,8 +190,8 @@ def _open_conversation(
         f"{description['family']}, {_format_amount(description['num_parameters'])} parameters, "
         f"{description.get('dtype', '')} {device}".rstrip()
     )
-    view.show_note(chat.describe_settings())
-    if chat.plain:
+    view.show_note(conversation.describe_settings())
+    if conversation.plain:
         if plain:
             reason = "--plain"
         else:
@@ -201,7 +201,7 @@ def _open_conversation(
         )
     if tokenizer.eos_id is None:
         view.show_note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
-    return chat
+    return conversation
 
 
 def _format_amount(count: int) -> str:
@@ -218,8 +218,8 @@ HELP = "/a LINE, /b LINE a message or a command for one model; other lines are f
 class AnswerColumn:
     """Display of a streamed answer in one column of the terminal."""
 
-    def __init__(self, side: ColumnView) -> None:
-        self._side = side
+    def __init__(self, column: ColumnView) -> None:
+        self._column = column
 
     def __enter__(self) -> AnswerColumn:
         return self
@@ -230,8 +230,8 @@ class AnswerColumn:
             for character in text.replace("\t", "    ")
             if character == "\n" or is_printable(character)
         )
-        self._side.answer_text.append(printable_text, style=style or None)
-        self._side.both.refresh()
+        self._column.answer_text.append(printable_text, style=style or None)
+        self._column.both.refresh()
         return text
 
     def __exit__(
@@ -240,13 +240,13 @@ class AnswerColumn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._side.answer_text.rstrip()
+        self._column.answer_text.rstrip()
 
 
 class ColumnView:
     """User interface of one of two conversations that are shown side by side.
 
-    Notes are collected and shown after the answer.
+    Notes are collected and shown below the answer.
     """
 
     def __init__(self, both: SideBySide, label: str) -> None:
@@ -262,7 +262,7 @@ class ColumnView:
 
     def open_answer(self) -> AnswerDisplay:
         self.answered = True
-        if self.both.columns:
+        if self.both.uses_columns:
             return AnswerColumn(self)
         return self.both.view.open_answer(self.label)
 
@@ -289,14 +289,14 @@ class SideBySide:
     Both models answer the lines that the user types.
     """
 
-    def __init__(self, chats: Sequence[Conversation], view: ChatView) -> None:
+    def __init__(self, conversations: Sequence[Conversation], view: ChatView) -> None:
         self.view = view
-        self.columns = view.interactive and view.width >= MIN_TERMINAL_WIDTH
-        self._sides = [ColumnView(self, label) for label in LABELS]
-        self._chats = list(chats)
-        for chat, column in zip(self._chats, self._sides, strict=True):
-            chat.view = column
-        self._live = None if not self.columns else view.open_live_display(Text())
+        self.uses_columns = view.interactive and view.width >= MIN_TERMINAL_WIDTH
+        self._columns = [ColumnView(self, label) for label in LABELS]
+        self._conversations = list(conversations)
+        for conversation, column in zip(self._conversations, self._columns, strict=True):
+            conversation.view = column
+        self._live = None if not self.uses_columns else view.open_live_display(Text())
 
     def converse(self) -> None:
         """Read and handle lines until the input ends or the user quits.
@@ -309,21 +309,21 @@ class SideBySide:
 
     def handle_line(self, line: str) -> bool:
         """Handle one line of input, and return False if the user wants to leave."""
-        self.columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
-        for column in self._sides:
+        self.uses_columns = self.view.interactive and self.view.width >= MIN_TERMINAL_WIDTH
+        for column in self._columns:
             column.reset()
         indices, line = self._parse_address(line)
         if line.strip() == "/help":
             self.view.show_note(f"{HELP_OF_ONE}\n{HELP}")
             return True
-        if not self.columns:
+        if not self.uses_columns:
             continues = self._answer_line(indices, line)
             self._show_remaining_notes()
             return continues
         self._live = self.view.open_live_display(Text())
         with self._live:
             continues = self._answer_line(indices, line)
-        if any(column.answered for column in self._sides):
+        if any(column.answered for column in self._columns):
             self.view.show(self._build_table())
         else:
             self._show_remaining_notes()
@@ -348,15 +348,15 @@ class SideBySide:
     def _answer_line(self, indices: Sequence[int], line: str) -> bool:
         continues = True
         for index in indices:
-            chat = self._chats[index]
-            column = self._sides[index]
+            conversation = self._conversations[index]
+            column = self._columns[index]
             try:
-                continues = chat.handle_line(line) and continues
+                continues = conversation.handle_line(line) and continues
             except (UserError, RunError, OSError) as error:
                 if not self.view.interactive:
                     raise
                 column.show_error(str(error))
-            if column.answered and not self.columns:
+            if column.answered and not self.uses_columns:
                 self._show_notes(column)
         return continues
 
@@ -365,13 +365,13 @@ class SideBySide:
 
         If both conversations have the same notes, these are shown only once.
         """
-        first, second = self._sides
+        first, second = self._columns
         if first.notes == second.notes:
             for text, style in first.notes:
                 (self.view.show_error if style == "red" else self.view.show_note)(text)
             first.notes = []
             second.notes = []
-        for column in self._sides:
+        for column in self._columns:
             self._show_notes(column)
 
     def _show_notes(self, column: ColumnView) -> None:
@@ -387,5 +387,5 @@ class SideBySide:
         )
         for label in LABELS:
             grid.add_column(label, ratio=1, overflow="fold")
-        grid.add_row(*(column.format_cell() for column in self._sides))
+        grid.add_row(*(column.format_cell() for column in self._columns))
         return grid

@@ -28,6 +28,7 @@ Word = tuple[str, str]  # (candidate, description or "")
 RUNS_FOLDER = "runs"
 EXPERIMENT_FLAGS = ("-e", "--experiment")
 TRIAL_FLAGS = ("-f", "--trial")
+# commands whose arguments are runs or paths
 RUN_COMMANDS = (
     "show",
     "rm",
@@ -38,7 +39,7 @@ RUN_COMMANDS = (
     "eval",
     "push",
     "dashboard",
-)  # commands whose arguments are runs or paths
+)
 BOOLS = (("true", ""), ("false", ""))
 QUICKSTART_REGISTRATION = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
 HEAVY_IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)

@@ -101,7 +101,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ("ls", list_sections),
         ("show", show_stack),
         ("cp", copy_section),
-        ("validate", validate_given),
+        ("validate", validate_arguments),
     ):
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
@@ -165,12 +165,13 @@ def list_sections(arguments: argparse.Namespace) -> Iterator[str]:
 def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
     """Yield a line per section with its name, its location, and the first few keys that it sets."""
     name_width = max((len(section.name) for section in sections), default=0)
-    place_width = max((len(section.find_location()) for section in sections), default=0)
+    location_width = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
         remainder = f", and {len(keys) - MAX_SHOWN_KEYS} more" if len(keys) > MAX_SHOWN_KEYS else ""
         listed_keys = f"{', '.join(keys[:MAX_SHOWN_KEYS])}{remainder}"
-        yield f"{section.name:{name_width}}  {section.find_location():{place_width}}  {listed_keys}"
+        location = section.find_location()
+        yield f"{section.name:{name_width}}  {location:{location_width}}  {listed_keys}"
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:
@@ -250,7 +251,7 @@ def _find_top_keys(lines: Sequence[str]) -> set[str]:
     return {match[2].strip() for match in matches if match}
 
 
-def validate_given(arguments: argparse.Namespace) -> Iterator[str]:
+def validate_arguments(arguments: argparse.Namespace) -> Iterator[str]:
     """Check the files, folders and sections that are arguments of `weft config validate`.
 
     Each section in the files is checked separately. Sections that are given by name are merged with

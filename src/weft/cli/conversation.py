@@ -29,7 +29,7 @@ from weft.writing import open_file
 if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
-QUIT_WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # commands known from other chat programs
+FOREIGN_COMMANDS = ("quit", "exit", "!quit", "!exit", "!reset")  # of other chat programs
 LABELS = ("A", "B")  # labels of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
@@ -125,7 +125,7 @@ class Conversation:
         if not line.strip():
             if self.view.interactive:
                 self.continue_answer()
-        elif line.strip() in QUIT_WORDS:
+        elif line.strip() in FOREIGN_COMMANDS:
             return self._run_command(line.strip().removeprefix("!"), "")
         elif line.startswith("/") and not line.startswith("//"):
             name, _, argument = line[1:].strip().partition(" ")

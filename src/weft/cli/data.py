@@ -385,7 +385,7 @@ def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Name
 def _load_with_template(
     config: DataConfig, spec: DatasetSpec, dataset_type: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
-    """Load the data, with a default chat template if the tokenizer has none and needs one.
+    """Load the data, with a default chat template if the data need one and the tokenizer has none.
 
     Returns the data, the tokenizer that was used, and notes about the default template.
     """

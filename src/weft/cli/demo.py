@@ -179,9 +179,9 @@ def build_preference_rows(
         (prompt, answer) for prompt, answer in answers if answer and not is_correct(prompt, answer)
     )
     result: list[dict[str, Any]] = []
-    for problem, wrong in mistakes:
+    for prompt, wrong in mistakes:
         result.append(
-            {"prompt": problem, "pos_answers": [compute_sum(problem)], "neg_answers": [wrong]}
+            {"prompt": prompt, "pos_answers": [compute_sum(prompt)], "neg_answers": [wrong]}
         )
     return result
 
@@ -197,7 +197,7 @@ class StageView:
     """
 
     def __init__(self, console: Console, activity: str) -> None:
-        self._doing = activity
+        self._activity = activity
         self._pace = RunPace()
         is_interactive = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(self, console=console, transient=True) if is_interactive else None
@@ -229,7 +229,7 @@ class StageView:
         """Do nothing; the run's log has the notes."""
 
     def show_stop_request(self, line: str) -> None:
-        self._doing = line
+        self._activity = line
 
     def close(self, status: str, *, is_flagged: bool = False) -> list[str]:
         if self._live is not None:
@@ -241,7 +241,7 @@ class StageView:
         grid = Table.grid(padding=(0, 1))
         for _ in range(3):
             grid.add_column(no_wrap=True, overflow="ellipsis")
-        texts = [self._doing]
+        texts = [self._activity]
         if pace.done:
             texts = [pace.format_step()]
             texts += (

@@ -24,8 +24,8 @@ DIALECTS = {
     "scripts": ("weft.compat.scripts", "the command lines of other programs' scripts"),
     "easylm": ("weft.compat.easylm.commands", "EasyLM's commands and files"),
 }
-# dialects that add a command of their name to `weft` -> help text. The modules of these dialects have
-# a function `main(words, supervise=...)`.
+# dialects that add a command of their name to `weft` -> help text of the command. The function
+# `main(words, supervise=...)` of the module runs it.
 COMMANDS = {"easylm": "EasyLM's scripts with their flags: llama_train..., convert_..."}
 # dialects that add a subcommand of their name to `weft convert`
 CONVERSIONS = ("triton",)

@@ -24,7 +24,7 @@ EPILOG = """examples:
   weft eval table runs/E/T --by gsm8k --base T@step10
   weft eval table runs/ --items T@step10 T@step40 --task gsm8k
   weft eval table runs/ --out evaluations.html"""
-MARKS = {1: "▲", -1: "▼", 0: ""}  # for cells beyond noise: better, worse; and for all others
+MARKS = {1: "▲", -1: "▼", 0: ""}  # better or worse by more than noise, or neither
 DEFAULT_LIMIT = 5
 MAX_TEXT_LENGTH = 600  # maximum characters of a prompt or an answer in the terminal
 GAP = 2  # spaces between columns

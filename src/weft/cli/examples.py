@@ -28,10 +28,14 @@ ROWS_PER_SUM = 8  # SFT rows per sum
 SEED = 1
 # The template renders only the last question and its answer, so each sum is answered separately.
 CHAT_TEMPLATE = (
-    "{% set last = namespace(at=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set "
-    "last.at = loop.index0 %}{% endif %}{% endfor %}{% for m in messages[last.at:] %}{% if "
-    "m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}={% elif m['role'] == 'assistant' "
-    "%}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages[last.at:] %}"
+    "{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}="
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
 )
 
 

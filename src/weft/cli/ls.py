@@ -36,7 +36,7 @@ COLORS = {
 }
 DEMO_STATUS_ORDER = ("running", "failed", "unfinished", "stopped", "finished")
 DEMO_FOLDER = re.compile(r"demo(-\d+)?")  # names of the folders of `weft demo`
-MATERIAL = "material"  # folder in them with data and a model
+MATERIAL = "material"  # folder of a demo with its data and its first model
 WIDE_TERMINAL = 110  # minimum columns for showing less important columns
 PIPED_WIDTH = 200  # width if the output is not a terminal and COLUMNS is not set
 MIN_NAME_WIDTH = 24  # a run's name keeps this width before other columns are dropped
@@ -240,9 +240,9 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
         if name == "run":
             table.add_column(name, overflow="fold", min_width=min_widths[name])
         else:
-            is_number = name in ("steps", "size", "age")
+            is_right = name in ("steps", "size", "age")
             table.add_column(
-                name, no_wrap=True, overflow="ellipsis", justify="right" if is_number else "left"
+                name, no_wrap=True, overflow="ellipsis", justify="right" if is_right else "left"
             )
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if run.is_flagged else COLORS.get(run.status, "")

@@ -93,9 +93,9 @@ WORKER_THREAD = "weft-worker"  # thread that executes a run's model function cal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    If `argv` is None, the arguments of the process are used. In this case, the process is ended
-    instead of returning if a supervisor has started it, or if the run has failed while one of its
-    threads still executes a model call.
+    If `argv` is None, the arguments of the process are used. In this case, the function ends the
+    process instead of returning if a supervisor started the process, or if the run has failed while
+    one of its threads still executes a model call.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
@@ -252,7 +252,7 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
         if launched_process is not None and launched_process.rank == 0:
             raise ConfigError(launched_process.format_message(words))
         if launched_process is not None:
-            # Launchers kill all processes when one ends, so wait until rank 0 has printed the error.
+            # Launchers kill all processes when one ends: wait until rank 0 has printed the error.
             time.sleep(FIRST_RANK_SECONDS)
             return 2
     if name in dialects.COMMANDS:

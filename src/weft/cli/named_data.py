@@ -34,8 +34,9 @@ from weft.writing import replace_file
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTING_HINT = "weft data counts --datasets all lists the datasets, weft config ls the sections"
-NAMED_TEXT_COLUMNS = ("text", "prompt")  # text columns of named datasets
-ALL_TEXT_COLUMNS = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # of other data
+# text columns of named datasets, and of other data
+NAMED_TEXT_COLUMNS = ("text", "prompt")
+ALL_TEXT_COLUMNS = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")
 PER_EPOCH = "epoch_counts"  # column with the training rows per epoch, if sources are subsampled
 
 
@@ -337,14 +338,14 @@ def format_length_table(data: LoadedData, limit: int) -> list[str]:
     unknown.
     """
     lines: list[tuple[str, ...]] = [("source", "longest", "p99", f"above {limit:,}")]
-    for source in [*data.parts, *data.valid.values()]:
-        if not isinstance(source.dataset, TokenizedDataset):
-            raise ConfigError(f"{source.name}: only weft's own dataset types have row lengths")
-        sizes = source.dataset.table.compute_seqlens()[source.indices]
-        if any(source is each for each in data.parts):
-            label = source.name
+    for subset in [*data.parts, *data.valid.values()]:
+        if not isinstance(subset.dataset, TokenizedDataset):
+            raise ConfigError(f"{subset.name}: only weft's own dataset types have row lengths")
+        sizes = subset.dataset.table.compute_seqlens()[subset.indices]
+        if any(subset is each for each in data.parts):
+            label = subset.name
         else:
-            label = f"{source.name} (valid)"
+            label = f"{subset.name} (valid)"
         percentile_99 = int(np.percentile(sizes, 99, method="higher"))
         counts = (int(sizes.max()), percentile_99, int((sizes > limit).sum()))
         lines.append((label, *(f"{count:,}" for count in counts)))

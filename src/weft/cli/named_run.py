@@ -17,14 +17,13 @@ from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
 from weft.runtime.directory import RunDirectory, admit, find_owner
-from weft.storage.bucket_lock import LockOwner
+from weft.storage.bucket_lock import LOCK, LockOwner
 from weft.storage.buckets import is_remote
 from weft.storage.copies import find_runs_folder
 from weft.storage.views import find_view_url, view_runs
 
 RUNS = "./runs"
 LATEST = "latest"
-LOCK = "run.lock"  # lock of the process that works on a run
 LAUNCHERS = ("logs", "slurm")  # folders that launchers create in a run
 MAX_LISTED_RUNS = 6
 MAX_SUGGESTIONS = 3
@@ -186,7 +185,7 @@ def find_run(word: str, root: Path) -> Path:
             return runs[0].path
         raise ConfigError(f"latest: there is no run in {name_place(root)}")
     if path.is_dir():
-        contained_runs = [name_place(path) for path in find_runs(path)][:MAX_LISTED_RUNS]
+        contained_runs = [name_place(run) for run in find_runs(path)][:MAX_LISTED_RUNS]
     else:
         contained_runs = []
     if contained_runs:

@@ -186,7 +186,7 @@ def _compute_waits(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dic
 
 
 def _check_tensor(network: MeasuredNetwork) -> None:
-    """Raise `ConfigError` unless the network can be split over `network.tensor` parallel ranks."""
+    """Raise `ConfigError` if `network` cannot be split over its number of tensor-parallel ranks."""
     from weft.engine.torch.network_source import check_layout
     from weft.topology import Layout
 

@@ -1,4 +1,4 @@
-"""`weft plan search`: search the placement of a run, and print it or write it to a plan file."""
+"""`weft plan search`: find the placement of a run by search, and print it or write a plan file."""
 
 from __future__ import annotations
 

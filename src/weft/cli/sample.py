@@ -156,10 +156,10 @@ def _read_settings(arguments: argparse.Namespace) -> list[SamplingSettings]:
 
     spec = GenerationSpec(max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
     validate(spec)
-    chosen, notes = choose(split_names([arguments.settings]), spec)
+    settings, notes = choose(split_names([arguments.settings]), spec)
     for note in notes:
         model_arguments.print_note(note)
-    return chosen
+    return settings
 
 
 def _sample(

@@ -17,7 +17,7 @@ from weft.reading import MOST_YAML, iterate_files, parse_yaml, read_text
 
 OWN_FOLDER = "configs"  # folder of the user's sections, in the working directory
 SHIPPED = "weft"  # name of the built-in sections in messages, in place of a folder
-READY = "ready"  # their subfolder of complete recipes, one per file
+READY = "ready"  # subfolder of the built-in sections with complete recipes, one per file
 SUFFIXES = (".yaml", ".yml")
 
 KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value, outermost first
@@ -157,14 +157,14 @@ class SectionLibrary:
         )
 
 
-def list_yaml_files(folder: Path, description: str) -> list[Path]:
+def list_yaml_files(folder: Path, subject: str) -> list[Path]:
     """Return the YAML files in a folder and its subfolders.
 
-    `description` names the folder in messages. Raises `ConfigError` if there are too many files.
+    Raises `ConfigError` if there are too many files; the message begins with `subject`.
     """
     return sorted(
         path
-        for path in iterate_files(folder, description, ConfigError)
+        for path in iterate_files(folder, subject, ConfigError)
         if path.suffix in SUFFIXES and path.is_file()
     )
 

@@ -43,9 +43,10 @@ NAME_LENGTH = 100  # maximum characters of a trial name made from the names of s
 class StackedValue:
     """Value that a config section or the command line sets, and the place where it is set.
 
-    `place` is `FILE:LINE` or "command line". `section` is the name of the section, or "" for the
-    command line. `rank` is the position of the section; the command line has the highest rank. If a
-    key is set several times, the value with the highest rank is used.
+    `place` is `FILE:LINE`, "command line", or the flag of another program's file. `section` is the
+    name of the section, or "" if the value is not from a section. `rank` is the position of the
+    section; the command line has the highest rank. If a key is set several times, the value with
+    the highest rank is used.
     """
 
     value: Any
@@ -162,7 +163,7 @@ def find_mode(config: RunConfig) -> str:
 class ForeignOption:
     """Value of weft's option that is set by the key `key` of another program.
 
-    `short_key` is the key in lists of options.
+    `short_key` is the form of the key that messages show after the place where it is set.
     """
 
     value: StackedValue

@@ -105,7 +105,7 @@ class NamedDataSettings:
             )
         updated_sources = list(sources)
         with_files: Set[str] = frozenset()
-        if parameters_by_name:  # they have the names in Open-Assistant's lists of datasets
+        if parameters_by_name:  # parameters are named as in Open-Assistant's lists of datasets
             dialect = dialects.load("open_assistant")
             with_files = dialect.find_datasets_with_files(parameters_by_name)
             for index, source in enumerate(sources):

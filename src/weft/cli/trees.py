@@ -203,7 +203,7 @@ def _prune_trees(trees: Iterable[Tree], arguments: argparse.Namespace) -> Iterat
 
 
 def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:
-    """Write the trees to two files, one of which has the trees that are set aside."""
+    """Write training trees to one file, and the share `--valid` of the trees to another."""
     if not 0 < arguments.valid < 1:
         raise ConfigError(f"--valid {arguments.valid}: must be between 0 and 1")
     is_held_out = hold_out(

@@ -170,7 +170,7 @@ def forecast_run_step(
         rates = replace(rates, memory=float(read_memory_bytes(target.device)))
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
-    user_dataset = read(DatasetSpec(), select_written_dataset(experiment))
+    user_dataset = read(DatasetSpec(), select_user_dataset_options(experiment))
     # Use a profile if there is one; that of this machine does not fit GPUs that an option names.
     notes: tuple[str, ...] = ()
     if search.profile is not None or not on_gpu or torch.cuda.is_available():
@@ -214,7 +214,7 @@ def _with_planned_lengths(experiment: Experiment) -> Experiment:
     assert experiment.plan is not None
     estimates = parse_plan(experiment.plan, PLAN).estimates
     search = dict(experiment.config.get("search") or {})
-    user_options = select_written_dataset(experiment)
+    user_options = select_user_dataset_options(experiment)
     names = []
     if _list_samplers(experiment):
         if user_options.get("max_prompt_len") is None:
@@ -346,10 +346,11 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     )
 
 
-def select_written_dataset(experiment: Experiment) -> dict[str, Any]:
-    """Return the options of the dataset that the user wrote.
+def select_user_dataset_options(experiment: Experiment) -> dict[str, Any]:
+    """Return the dataset options that the user has set, by name.
 
-    Limits that weft has chosen, such as the model's context, say nothing about the rows.
+    Options that weft has chosen are left out: a limit such as the model's context says nothing
+    about the rows.
     """
     user_options = {}
     for name, value in (experiment.config.get("dataset") or {}).items():
@@ -364,7 +365,7 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     Rows have the maximum length that the user's options allow, or 512 + 512 tokens. If no data are
     read, the memory forecast uses this batch instead of the data's largest batches.
     """
-    user_options = select_written_dataset(experiment)
+    user_options = select_user_dataset_options(experiment)
     search = experiment.config.get("search") or {}
     samplers = _list_samplers(experiment)
     total = user_options.get("max_seqlen")

@@ -1,1 +1,1 @@
-"""Files in buckets: reading, writing, and local copies. Local paths never come here."""
+"""Files in buckets: reading, writing, local copies and views, and the lock of a run."""

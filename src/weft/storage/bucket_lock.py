@@ -13,17 +13,18 @@ from pathlib import Path
 from weft.errors import ConfigError, RunError
 from weft.storage.buckets import BucketFolder, explain_store_errors
 
-LOCK = "run.lock"  # name of the file, in a local run directory too
-BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
-PROCESSES = Path("/proc/self/ns/pid")  # names the machine's or container's set of processes
+LOCK = "run.lock"  # name of the lock file in the folder of a run, in a bucket or on a disk
+BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")  # changes with each start of the machine
+PROCESS_NAMESPACE = Path("/proc/self/ns/pid")  # link that differs between containers
 
 
 @dataclass(frozen=True)
 class LockOwner:
     """Process that holds the lock of a run in a bucket.
 
-    `machine` identifies a boot of a machine or container, and `started` the start of the process,
-    since numbers of processes are used again. `time` is in seconds since the epoch.
+    `machine` identifies a container, or a machine since its last start. `started` is the start time
+    of the process, which distinguishes it from later processes with the same `pid`. `time` is in
+    seconds since the epoch.
     """
 
     token: str
@@ -63,8 +64,9 @@ class LockOwner:
 
 
 def _read_machine() -> str:
+    """Return a text that identifies this container, or this machine since its last start."""
     try:
-        return f"{BOOT_FILE.read_text().strip()} {os.readlink(PROCESSES)}"
+        return f"{BOOT_FILE.read_text().strip()} {os.readlink(PROCESS_NAMESPACE)}"
     except OSError:  # not Linux
         return socket.gethostname()
 
@@ -81,8 +83,8 @@ def _read_start(pid: int) -> str:
 class BucketLock:
     """Lock of a run in a bucket: a file that only one process can create.
 
-    It stays when its owner is killed. A process of the same machine then replaces it; on another
-    machine, a person has to remove it, since nobody can tell there whether the owner still runs.
+    The lock remains if its owner is killed. A process of the same machine then replaces it. Other
+    machines cannot find out whether the owner still runs, so there, a user has to remove the lock.
     """
 
     def __init__(self, bucket: BucketFolder) -> None:
@@ -90,7 +92,7 @@ class BucketLock:
         self._owner = LockOwner.from_process()
 
     def take(self) -> None:
-        """Create the lock. Raises `ConfigError` naming the owner if there is one."""
+        """Create the lock. If another process holds it, raises `ConfigError` with its owner."""
         contents = json.dumps(asdict(self._owner)).encode()
         url = self._bucket.url
         with explain_store_errors(f"fileroot: {url}: cannot be locked", ConfigError):

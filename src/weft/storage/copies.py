@@ -124,8 +124,8 @@ def copy_model(url: str, subject: str = "") -> Path:
     """Return a copy of a model directory without the weights, or of a tokenizer directory or file.
 
     `complete` copies the weights when they are needed. Error messages begin with `subject`; the
-    default is the URL. Raises `CheckpointError` if nothing exists at the URL, if it cannot be read,
-    or if it is an incomplete checkpoint of a run.
+    default is the URL. Raises `CheckpointError` if the URL cannot be read, if it has no model and
+    no tokenizer, or if it is an incomplete checkpoint of a run.
     """
     subject = subject or url
     bucket = BucketFolder.open(url, subject, CheckpointError)
@@ -341,7 +341,8 @@ def _copy_single(
     """Return a copy of the single file at the bucket's URL, whose stamp is `stamp`."""
     name = bucket.url.rpartition("/")[2]
     files = {name: stamp}
-    return _copy_files(bucket.open_parent(), files, subject, kind, lambda _: True, name="") / name
+    copy = _copy_files(bucket.open_parent(), files, subject, kind, lambda _: True, copy_name="")
+    return copy / name
 
 
 def _copy_files(
@@ -351,32 +352,31 @@ def _copy_files(
     kind: type[UserError],
     should_copy: Callable[[str], bool],
     *,
-    name: str | None = None,
+    copy_name: str | None = None,
 ) -> Path:
     """Copy the files that `should_copy` selects by name, and return the folder of the copy.
 
     `files` are all files of the copy, which determine its version; files that are present already
-    are skipped. `name` is the part of the folder's name before `@`; the default is the last part of
-    the bucket's URL. A lock makes other processes wait. Raises `kind` if copying fails.
+    are skipped. `copy_name` is the part of the folder's name before `@`; the default is the last
+    part of the bucket's URL. A lock makes other processes wait. Raises `kind` if copying fails.
     """
     stamps = {name: [each.size, each.version, each.md5] for name, each in sorted(files.items())}
     digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:VERSION_DIGITS]
-    default_copy = find_cache_folder() / COPIES / split_url(bucket.url)
-    copy = (
-        default_copy.with_name(f"{default_copy.name}@{digest}")
-        if name is None
-        else default_copy / f"{name}@{digest}"
-    )
+    copy = find_cache_folder() / COPIES / split_url(bucket.url)
+    if copy_name is None:
+        copy = copy.with_name(f"{copy.name}@{digest}")
+    else:
+        copy = copy / f"{copy_name}@{digest}"
     try:
         with _lock(copy):
             if not (copy / LISTING).is_file():
                 write(copy / LISTING, json.dumps({"url": bucket.url, "files": stamps}, indent=1))
             missing = []
             for name, stamp in files.items():
+                if not should_copy(name):
+                    continue
                 target = copy / name
-                if should_copy(name) and not (
-                    target.is_file() and target.stat().st_size == stamp.size
-                ):
+                if not target.is_file() or target.stat().st_size != stamp.size:
                     missing.append(name)
             _announce(bucket.url, sum(files[name].size for name in missing))
             for name in missing:
