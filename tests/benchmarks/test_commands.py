@@ -37,6 +37,7 @@ def test_against_trl(name: str, data_dir: Path, repo: Path) -> None:
     assert "times as fast" in out and "peak GiB" in out
 
 
+@pytest.mark.exhaustive
 def test_trl_has_imported_what_it_needs_before_memory_is_counted(
     data_dir: Path, tmp_path: Path
 ) -> None:

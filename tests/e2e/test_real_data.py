@@ -101,6 +101,7 @@ def test_sft_on_two_sources(data_dir: Path, stories: Path, tmp_path: Path) -> No
     assert mean(lines[-8:], "train/loss") < 0.95 * mean(lines[:4], "train/loss")
 
 
+@pytest.mark.exhaustive
 def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_path: Path) -> None:
     config = RWConfig(**options(tmp_path, "rw", total_train_epochs=2))
     config.model.path, config.model.optimizer.lr = str(stories), 1e-3

@@ -92,6 +92,7 @@ def rows_of(name: str) -> list[dict[str, object]]:
     return [{"prompt": digits(r, 20, 20)} for _ in range(24)]
 
 
+@pytest.mark.slow_cases("sft-0", "ppo-0", "grpo-8")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rank"), [*((name, 0) for name in CASES), ("sft", 8), ("grpo", 8)]

@@ -289,6 +289,7 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.exhaustive
 def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
     """Compiled for a CPU, the forward pass skips blocks that are not listed, as it does on a GPU: a
     shared prefix, and pages of which each row reads its own.
