@@ -10,9 +10,9 @@ from typing import Any
 
 
 def calls_of(function: Callable[[], Any]) -> int:
-    """How many functions, of Python or of C, run inside `function()`.
+    """Return the number of calls of Python and C functions inside `function()`.
 
-    Garbage is not collected meanwhile: Hypothesis has functions that Python calls at each collection.
+    Garbage collection is off meanwhile, because Hypothesis adds calls to each collection.
     """
     count = 0
 

@@ -348,7 +348,7 @@ def _keep_random_states() -> Iterator[None]:
 
 
 def _read_git_commit() -> str | None:
-    """Return the commit of the working directory, or None if there is none.
+    """Return the git commit of the working directory, or None outside of a repository.
 
     Replaces a function of the harness that prints git's errors.
     """

@@ -222,7 +222,7 @@ def match_items(tables: Sequence[ItemTable]) -> ScoredItems | str:
 
 
 def compare_cells(first: TableCell, second: TableCell) -> ScoreDifference | str:
-    """Return the difference of the second cell from the first, or the reason why there is none."""
+    """Return the second cell's score minus the first one's, or why the cells are not comparable."""
     for name, setting in first.settings.items():
         other = second.settings.get(name)
         if other != setting:

@@ -219,7 +219,7 @@ def _compute_checksum(text: str) -> str:
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """Return the metadata at the top of a card; an empty dict if there is none that is valid."""
+    """Return the metadata at the top of a card, or an empty dict if it is missing or invalid."""
     match = FRONT_MATTER.match(text)
     try:
         values = yaml.safe_load(match[1]) if match is not None else None

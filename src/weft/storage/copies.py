@@ -194,7 +194,7 @@ def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
 
 
 def _read_step(record: bytes) -> int:
-    """Return the step in the contents of `best.json`, or -1 if there is none."""
+    """Return the step recorded in the contents of `best.json`, or -1 if they are invalid."""
     try:
         return int(json.loads(record)["step"])
     except (ValueError, KeyError, TypeError):
