@@ -298,8 +298,6 @@ def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> flo
     config, meta = hf_io.find_family(raw, None).config(raw), torch.device("meta")
     network = Transformer.build_empty(config, device=meta, dtype=torch.bfloat16).eval()
     caches = PageCaches(network, meta, GenerationBudget(rows, 2 * rows * length))
-    # in place of the host's memory
-    caches._result_buffers[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)
     step = torch.zeros(
         rows, SAMPLING_COLUMNS + TABLE + length // PAGE + 1, dtype=torch.int32, device=meta
     )

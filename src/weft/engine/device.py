@@ -90,6 +90,18 @@ def wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def record_event(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits until the device has finished the work queued so far.
+
+    This is the work of this thread's current CUDA stream. On other devices, the function returns
+    immediately.
+    """
+    if device.type == "cuda":
+        event = torch.cuda.current_stream(device).record_event()
+        return event.synchronize
+    return lambda: None
+
+
 # Largest peak of each CUDA device before the last restart of its measurement, in GiB.
 _earlier_peaks: dict[torch.device, float] = {}
 

@@ -561,6 +561,9 @@ class GenerationSpec:
         "absent: a quarter of the device's memory, on a GPU at most 90% of the free memory",
         check=find_cache_problem,
     )
+    decode_ahead: bool = option(
+        True, "on a GPU, start each decode step before the tokens of the last one are read"
+    )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
     top_logprobs: int = option(0, "", hidden=True)  # number of likeliest ids reported per token
@@ -586,9 +589,7 @@ class GenerationSpec:
         This is `max_new_tokens` or, if that is not set, the default for a model whose context
         length is unknown.
         """
-        if self.max_new_tokens is None:
-            return MAX_NEW_TOKENS
-        return self.max_new_tokens
+        return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def truncates(self) -> bool:

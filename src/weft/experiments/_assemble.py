@@ -34,7 +34,8 @@ PROMPTS_NODE = "eval_prompts"
 SUITE_SCORE = "suite_score"
 SUITE_GENERATE = "suite_generate"
 NEW_TOKENS = 128  # default answer length in a run that samples nothing else
-COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb")  # copied from the run's own sampling
+# copied from the run's own sampling
+COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb", "decode_ahead")
 
 # Keys in the rows of each shipped dataset type; a registered type can provide any of them.
 ANSWER_KEYS = ("prompt", "completion", "loss_mask")

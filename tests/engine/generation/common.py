@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 from tests.bounds import assert_within, unit
 from tests.roundings import LIKELY, exactly
 from weft.engine.base import Request, TokenEvent
+from weft.engine.generation import caches as caches_module
+from weft.engine.generation.caches import PageCaches
 from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
@@ -105,6 +108,48 @@ def recomputed(
         return network(x, frozenset({"logprobs"}), temperature, support)["logprobs"][
             len(request.prompt) - 1 :
         ]
+
+
+def requests(count: int = 5, samples: int = 3, shared: int = 70) -> list[Request]:
+    """Prompts that begin alike for `shared` tokens, some of them equal; one longer than a step
+    computes.
+    """
+    common = [7 + i % 50 for i in range(shared)]
+    prompts = [common + [i % 61] * (2 + 3 * (i % 4)) for i in range(count - 1)] + [
+        [11 + i % 40 for i in range(150)]
+    ]
+    return [
+        Request(id=str(i), k=k, prompt=prompt)
+        for i, prompt in enumerate(prompts)
+        for k in range(samples)
+    ]
+
+
+def use_pages(monkeypatch: pytest.MonkeyPatch, page: int = 16) -> list[PageCaches]:
+    """Switch generators to pages of `page` tokens, and to graphs that a stand-in captures; the
+    caches that they make from now on.
+    """
+    made: list[PageCaches] = []
+
+    def caches_for(network: Any, device: torch.device, budget: GenerationBudget) -> PageCaches:
+        caches = PageCaches(network, device, budget, page=page)
+        caches.graphs._capture, caches.graphs._after = capture, 1
+        made.append(caches)
+        return caches
+
+    # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
+    monkeypatch.setattr(caches_module, "build_caches", caches_for)
+    return made
+
+
+def capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    """What a captured graph does: a run before it, and at each replay one that writes to the same
+    output.
+    """
+    output = torch.empty_like(run(inputs))
+    return (lambda: output.copy_(run(inputs))), output
 
 
 class Spy:

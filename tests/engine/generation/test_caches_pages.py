@@ -13,68 +13,30 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from tests.models.common import tiny
 from weft.engine.base import Request
-from weft.engine.generation import caches as caches_module
 from weft.engine.generation import generate as generation
 from weft.engine.generation.caches import PageCaches, ReusablePageCaches, identify_storage
-from weft.engine.generation.graphs import DecodeGraphs
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.kernels import flash, flex
 from weft.models.kv.pages import PagedCache, PagePool
 from weft.models.network import lora
 
-from .common import LLAMA, build, drain, generate, near, opened, tokens
+from .common import LLAMA, build, drain, generate, near, opened, requests, tokens, use_pages
 
 SPEC = GenerationSpec(max_new_tokens=12, seed=3)
 BUDGET = GenerationBudget(max_sequences=6, max_tokens=2000, max_prefill_tokens=100)
 PAGE = 16
 
 
-def capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
-    output = torch.empty_like(run(inputs))
-    return (lambda: output.copy_(run(inputs))), output
-
-
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
     """Switches generators to pages; returns those made since."""
-    made: list[PageCaches] = []
-
-    def caches_for(network: Any, device: torch.device, budget: GenerationBudget) -> PageCaches:
-        caches = PageCaches(network, device, budget, page=PAGE)
-        caches.graphs = DecodeGraphs(caches.graphs._runs, device, capture, after=1)
-        made.append(caches)
-        return caches
-
-    def switch() -> list[PageCaches]:
-        # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
-        torch._dynamo.reset()
-        monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
-        monkeypatch.setattr(caches_module, "build_caches", caches_for)
-        return made
-
-    return switch
-
-
-def requests(count: int = 5, samples: int = 3, shared: int = 70) -> list[Request]:
-    """Prompts that begin alike for `shared` tokens, some of them equal; one longer than a step
-    computes.
-    """
-    common = [7 + i % 50 for i in range(shared)]
-    prompts = [common + [i % 61] * (2 + 3 * (i % 4)) for i in range(count - 1)] + [
-        [11 + i % 40 for i in range(150)]
-    ]
-    return [
-        Request(id=str(i), k=k, prompt=prompt)
-        for i, prompt in enumerate(prompts)
-        for k in range(samples)
-    ]
+    return lambda: use_pages(monkeypatch, PAGE)
 
 
 def test_completions_are_those_of_slots(paged: Callable[[], list[PageCaches]]) -> None:

@@ -117,6 +117,30 @@ def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
     assert not seen[-1][10:].any() and seen[-1][:10].all()
 
 
+def test_the_input_of_the_step_before_stays_until_the_next_but_one() -> None:
+    """The device may copy it late, since a step can be launched while another one runs."""
+    graphs = DecodeGraphs({"r": run}, CPU, Recorder(), after=0)
+    numbers = [step(4, seed=seed) for seed in range(3)]
+    for each in numbers:
+        graphs("r", each, form=0)
+    hosts = graphs._graphs["r", 4].host_inputs
+    stored = [next(hosts).numpy(), next(hosts).numpy()]
+    assert np.array_equal(stored, numbers[1:])
+
+
+def test_runs_before_a_capture_leave_the_state_as_it_was() -> None:
+    """A step that counts itself counts once, although its capture runs it, too."""
+    state = torch.zeros(1, dtype=torch.float64)
+
+    def count(numbers: Tensor) -> Tensor:
+        state.add_(1.0)
+        return numbers + state
+
+    graphs = DecodeGraphs({"r": count}, CPU, Recorder(), after=0, state=state)
+    for number, rows in enumerate((4, 4, 2), 1):
+        assert torch.equal(graphs("r", step(rows), form=0), torch.from_numpy(step(rows)) + number)
+
+
 def test_captures_are_dropped_when_memory_moves() -> None:
     recorder = Recorder()
     graphs = DecodeGraphs({"r": run}, CPU, recorder, after=0)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from weft import kernels
-from weft.engine.device import GIGABYTE, free_bytes, read_memory_bytes, wait
+from weft.engine.device import GIGABYTE, free_bytes, read_memory_bytes
 from weft.engine.generation import sampling
+from weft.engine.generation.ahead import SAMPLING_COLUMNS, SampledSteps
 from weft.engine.generation.blocks import BlockManager, PageManager, SlotManager
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.graphs import (
@@ -27,6 +28,7 @@ from weft.engine.generation.graphs import (
     DecodeGraphs,
     StepFunction,
     build_cuda_capture,
+    find_graph_size,
 )
 from weft.engine.generation.passes import Decoder, DecoderPasses, MultiStepDecoder, has_slot_kernel
 from weft.engine.generation.sampling import SampledRows, SettingsTable
@@ -40,7 +42,6 @@ from weft.models.network.linear import Adapter
 from weft.models.network.prefix import PrefixKeysValues
 from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
-SAMPLING_COLUMNS = 4  # columns for sampling, before those of `PagedCache.step`
 KV_SHARE = 0.25  # maximum share of the device's memory for the KV cache
 FREE_SHARE = 0.9  # maximum share of a GPU's free memory; logits and graphs take the rest
 MAX_SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
@@ -292,14 +293,17 @@ class PageCaches:
             capture = None
         self.device = device
         self._width = FIRST_WIDTH
-        self._result_buffers = dict[int, Tensor]()
         self._weight_storage = identify_storage(network)
         runs: dict[str, StepFunction] = {
             "states": self._compute_states,
             "sampled": self._sample_tokens,
             "greedy": partial(self._sample_tokens, greedy=True),
         }
-        self.graphs = DecodeGraphs(runs, device, capture, sizes=sizes)
+        max_rows = find_graph_size(budget.max_sequences, sizes)
+        self._sampled_steps = SampledSteps(device, max_rows, self._run_step)
+        self.graphs = DecodeGraphs(
+            runs, device, capture, sizes=sizes, state=self._sampled_steps.last_tokens
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -314,7 +318,7 @@ class PageCaches:
         """Prepare the pages and graphs for another generator.
 
         Returns False if they cannot be reused, because the network or dtype is different, or
-        because more pages are allocated than the budget allows.
+        because more pages are allocated or fewer rows expected than the budget allows.
         """
         blocks = self._build_blocks(budget)
         dtype = next(network.parameters()).dtype
@@ -322,6 +326,7 @@ class PageCaches:
             network is not self._network
             or dtype != self._pool.dtype
             or blocks.num_pages + 1 < len(self._pool.pages)
+            or blocks.max_sequences > len(self._sampled_steps.last_tokens)
         ):
             return False
         self.blocks, self._pool.pages.max_pages = blocks, blocks.num_pages + 1
@@ -361,34 +366,20 @@ class PageCaches:
     def decode_and_sample(
         self, cache: PagedCache, rows: DecodeBatch, settings: SettingsTable
     ) -> Callable[[], SampledRows] | None:
-        count = len(rows)
-        how = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])
-        if how is None:
-            return None
-        numbers = np.stack([rows.compute_uniforms(1)[0], how.temperatures], axis=1)
-        step = np.concatenate(
-            [numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1
-        )
-        output = self._run_step("greedy" if how.greedy else "sampled", step)
-
-        def wait_for_tokens() -> SampledRows:
-            wait(self.device)
-            tokens, logprobs = output.numpy().T.copy()
-            return tokens.astype(np.int64), logprobs, None
-
-        return wait_for_tokens
+        return self._sampled_steps.sample(cache, self.blocks, rows, settings)
 
     def build_multi_step_decoder(self, rows: DecodeBatch, settings: SettingsTable) -> None:
         """Return None: steps run as CUDA graphs, one at a time."""
 
     def on_weights_changed(self) -> None:
+        self._sampled_steps.drop()
         self.passes.forget()
         self._weight_storage = identify_storage(self._network)
 
     def close(self) -> None:
+        self._sampled_steps.drop()
         self.graphs.drop()
         self._pool.keys, self._pool.values = [], []
-        self._result_buffers.clear()
 
     def _run_step(self, kind: str, step: npt.NDArray[np.int32]) -> Tensor:
         form = (
@@ -407,24 +398,15 @@ class PageCaches:
         return self._network.compute_hidden(self._pool.build_packed(step))
 
     def _sample_tokens(self, step: Tensor, *, greedy: bool = False) -> Tensor:
-        """Return the token and the log-prob of each row, float64 [B, 2] in host memory.
+        """Return the sampled token and its log-prob for each row, float64 [B, 2].
 
-        The values are valid once the device has finished its work. The first four int32 columns of
-        `step` hold the bytes of two float64 values: the row's random number and its temperature.
+        `step` is the input that `SampledSteps` builds, int32 [B, C].
         """
-        uniforms, temperatures = (
-            step[:, :SAMPLING_COLUMNS]
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.float64)
-            .unbind(1)
-        )
-        logits = self._network.next_token_logits(self._compute_states(step[:, SAMPLING_COLUMNS:]))
+        packed, uniforms, temperatures = self._sampled_steps.build_packed(self._pool, step)
+        logits = self._network.next_token_logits(self._network.compute_hidden(packed))
         drawn = sampling.sample_rows(logits, uniforms, None if greedy else temperatures)
-        if len(step) not in self._result_buffers:
-            self._result_buffers[len(step)] = torch.zeros(
-                len(step), 2, dtype=torch.float64, pin_memory=self.device.type == "cuda"
-            )
-        return self._result_buffers[len(step)].copy_(drawn.stacked, non_blocking=True)
+        self._sampled_steps.last_tokens[: len(step)] = drawn.tokens
+        return drawn.stacked
 
 
 class ReusablePageCaches:

@@ -38,6 +38,8 @@ class DecodeBatch:
         self.keys = np.zeros((INITIAL_SIZE, 2), np.uint32)
         self.last = np.zeros(INITIAL_SIZE, np.int64)  # the last token
         self.watched = np.zeros(INITIAL_SIZE, bool)  # True if the row has stop texts
+        # index of the row in the step that was launched last (`weft.engine.generation.ahead`)
+        self.launch_rows = np.zeros(INITIAL_SIZE, np.int64)
         self._tokens = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.int64)
         self._logprobs = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.float64)
         self._versions = np.zeros((INITIAL_SIZE, INITIAL_SIZE), np.int64)
@@ -71,15 +73,16 @@ class DecodeBatch:
         """Minimum, over all rows, of the number of tokens left before the row reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
-    def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
+    def compute_uniforms(self, most: int, skip: int = 0) -> npt.NDArray[np.float64]:
         """Return random numbers [m, n] in [0, 1) for the next m tokens of each of the n rows.
 
         m is at least 1 and at most `most`. It can be less than `most`, because random numbers are
         computed in blocks. The number for a token depends only on the row's key and on the token's
-        index in the completion (`weft.randomness`).
+        index in the completion (`weft.randomness`). The first `skip` tokens of each row are left
+        out.
         """
-        count = self.count[: len(self)]
-        if self._steps_ahead < 1:
+        count = self.count[: len(self)] + skip
+        if self._steps_ahead < 1 or skip:
             block = count // UNIFORMS_PER_BLOCK
             stale = (block != self._block[: len(self)]).nonzero()[0]
             positions = block[stale, None] * UNIFORMS_PER_BLOCK + np.arange(UNIFORMS_PER_BLOCK)
@@ -92,6 +95,8 @@ class DecodeBatch:
             )
             self._steps_ahead = UNIFORMS_PER_BLOCK - int((count % UNIFORMS_PER_BLOCK).max())
         steps = np.arange(min(most, self._steps_ahead))[:, None]
+        if skip:
+            self._steps_ahead = 0  # the numbers of skipped tokens may be gone
         return self._uniforms[np.arange(len(count)), count % UNIFORMS_PER_BLOCK + steps]
 
     def append_tokens(
@@ -165,6 +170,7 @@ COLUMNS = (
     "keys",
     "last",
     "watched",
+    "launch_rows",
     "_uniforms",
     "_block",
     *TOKEN_COLUMNS,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import repeat
 from typing import Literal
@@ -150,6 +151,9 @@ class BatchGenerator:
         self._head = LogitsHead(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._min_rows = self._caches.min_rows
+        # A step that is launched ahead starts from this rank's tokens, which other ranks may change.
+        if agree_on_tokens is not sample_locally:
+            spec = replace(spec, decode_ahead=False)
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
         self._batch = DecodeBatch()
         self._multi_step = self._caches.build_multi_step_decoder(self._batch, self._settings)

@@ -8,10 +8,11 @@ or pages have moved.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.engine.device import use_device
+from weft.engine.device import use_device, wait
 
 # numbers of rows, each at most twice the one before
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -51,21 +52,27 @@ def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """CUDA graph with its input and output buffers, and a copy of the input in host memory."""
+    """CUDA graph with its input and output buffers.
+
+    `host_inputs` alternates between two buffers in host memory, because the device may still have
+    to copy the input of the step before.
+    """
 
     inputs: Tensor
-    host: Tensor
+    host_inputs: Iterator[Tensor]
     replay: Callable[[], object]
     output: Tensor
 
     def __call__(self, step: StepArray) -> Tensor:
         """Replay the graph for a step, and return the step's output.
 
-        The step must not have more rows than the graph.
+        The step must not have more rows than the graph. Before a third step, the first must be
+        done.
         """
-        self.host.zero_()
-        self.host[: len(step)] = torch.from_numpy(step)
-        self.inputs.copy_(self.host, non_blocking=True)
+        host = next(self.host_inputs)
+        host.zero_()
+        host[: len(step)] = torch.from_numpy(step)
+        self.inputs.copy_(host, non_blocking=True)
         self.replay()
         return self.output[: len(step)]
 
@@ -87,6 +94,8 @@ class DecodeGraphs:
             `LARGE_SIZE_STEP` rows.
         after: Number of times that steps of one kind and size run in a graph with more rows than
             necessary. After that, a graph of the right size is captured.
+        state: Tensor that steps change and later steps read, or None. The steps that are run to
+            prepare a capture do not change it.
 
     Attributes:
         counts: Numbers of "eager" and "replayed" steps, and of "captured" graphs.
@@ -101,12 +110,14 @@ class DecodeGraphs:
         *,
         sizes: tuple[int, ...] = GRAPH_SIZES,
         after: int = MIN_USES,
+        state: Tensor | None = None,
     ) -> None:
         self._runs = runs
         self._device = device
         self._capture = capture
         self._sizes = sizes
         self._after = after
+        self._state = state
         self._num_uses: Counter[tuple[str, int]] = Counter()
         self._graphs: dict[tuple[str, int], CapturedGraph] = {}
         self._form: Hashable = None
@@ -121,6 +132,8 @@ class DecodeGraphs:
 
         Must be called when memory that the graphs read may have moved.
         """
+        if self._graphs:
+            wait(self._device)  # for a step that still runs
         self._graphs.clear()
 
     def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:
@@ -166,12 +179,18 @@ class DecodeGraphs:
         """Capture a graph for `size` rows, and return whether that succeeded."""
         assert self._capture is not None
         host, inputs = self._copy_to_device(step, size)
+        state = None if self._state is None else self._state.clone()
         try:
             replay, output = self._capture(self._runs[kind], inputs)
         except RuntimeError as error:
             self._disable_capture(error)
             return False
-        self._graphs[kind, size] = CapturedGraph(inputs, host, replay, output)
+        finally:
+            if self._state is not None and state is not None:
+                self._state.copy_(state)
+        other = torch.zeros_like(host, pin_memory=host.is_pinned())
+        hosts = itertools.cycle([other, host])
+        self._graphs[kind, size] = CapturedGraph(inputs, hosts, replay, output)
         self.counts["captured"] += 1
         return True
 

@@ -373,12 +373,17 @@ class SettingsTable:
     def seed(self) -> int:
         return self._default_spec.seed
 
+    @property
+    def decodes_ahead(self) -> bool:
+        """True if a step may be launched before the tokens of the last one are known."""
+        return self._default_spec.decode_ahead
+
     def find_index(self, sampling: GenerationSpec | None) -> int:
         """Return the index of a request's settings in this table, and add them if they are new.
 
         If `sampling` is None, the result is 0, the index of the generator's own settings. A
-        request's values of `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb`
-        are replaced by the generator's. The generator's stop ids apply to all requests. Raises
+        request's values of `seed`, `tokenizer`, `record_support`, `max_support`, `kv_cache_gb` and
+        `decode_ahead` are replaced by the generator's. The generator's stop ids apply to all requests. Raises
         `ConfigError` for values out of range, and for stop texts without a tokenizer.
         """
         if sampling is None:
@@ -393,6 +398,7 @@ class SettingsTable:
                 record_support=default.record_support,
                 max_support=default.max_support,
                 kv_cache_gb=default.kv_cache_gb,
+                decode_ahead=default.decode_ahead,
             )
             if spec.stop and spec.tokenizer is None:
                 raise ConfigError(
