@@ -317,8 +317,9 @@ class PageCaches:
     def reuse(self, network: Decoder, budget: GenerationBudget) -> bool:
         """Prepare the pages and graphs for another generator.
 
-        Returns False if they cannot be reused, because the network or dtype is different, or
-        because more pages are allocated or fewer rows expected than the budget allows.
+        Returns False if they cannot be reused. This is the case if the network or dtype is
+        different, if more pages are allocated than the budget allows, or if the budget allows more
+        sequences than a step can have.
         """
         blocks = self._build_blocks(budget)
         dtype = next(network.parameters()).dtype
