@@ -11,14 +11,18 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.bounds import assert_within, rms_norm_bounds, unit
 from weft.errors import ConfigError
 from weft.kernels import fused
 
@@ -35,9 +39,24 @@ def run() -> Iterator[Run]:
     context = multiprocessing.get_context("spawn")
     with (
         patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
-        ProcessPoolExecutor(1, mp_context=context) as pool,
+        ProcessPoolExecutor(1, mp_context=context, initializer=round_bfloat16) as pool,
     ):
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def round_bfloat16() -> None:
+    """Have Triton's interpreter round to bfloat16 as a GPU does; it would cut digits off."""
+    from triton.language import bfloat16, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (float32, bfloat16):
+            return convert(values, source, target, mode)
+        return torch.from_numpy(np.array(values)).bfloat16().view(torch.int16).numpy()
+
+    interpreter._convert_float = rounded
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,6 +98,87 @@ def test_a_cpu_is_not_served(switch: Callable[[str], frozenset[str]]) -> None:
     switch("all")
     with torch.no_grad():
         assert not fused.serves("store", torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_tensors_of_the_device_are_served_without_gradients(
+    name: str, switch: Callable[[str], frozenset[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused.flex, "can_compile", lambda: True)
+    device = torch.device("cuda")
+    half, whole = (
+        SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=(3, 8))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    switch(name)
+    with torch.no_grad():
+        assert fused.serves(name, half, half) and fused.serves(name, whole)  # type: ignore[arg-type]
+        assert not fused.serves(name, half, whole)  # type: ignore[arg-type]
+        other = fused.KERNELS[fused.KERNELS.index(name) - 1]
+        assert not fused.serves(other, half)  # type: ignore[arg-type]
+        if name == "add_norm":
+            assert fused.serves_add_norm(half, half)  # type: ignore[arg-type]
+            half.shape = (3, fused.MOST_WIDTH + 1)
+            assert not fused.serves_add_norm(half, half)  # type: ignore[arg-type]
+    assert not fused.serves(name, half)  # type: ignore[arg-type]
+
+
+# -- a sum and its norm
+
+
+def check_add_norm(
+    device: str, rows: int, width: int, dtype: torch.dtype, offset: float, eps: float = 1e-5
+) -> None:
+    """The sum has torch's bits. The norm is that of the sum within the roundings of its statistics,
+    and is rounded once to the dtype.
+    """
+    x, delta = (normal(rows, width, seed=seed, dtype=dtype) for seed in (1, 2))
+    weight = normal(width, seed=3, dtype=dtype)
+    inputs = (each.to(device) for each in (x, delta, weight))
+    with torch.no_grad():
+        total, normed = (each.cpu() for each in fused.add_rms_norm(*inputs, eps, offset))
+    assert total.dtype == normed.dtype == dtype and torch.equal(total, x + delta)
+    wide = total.double()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    exact = wide * inverse * (weight.double() + offset)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    bound = rms_norm_bounds(wide, weight, eps, offset, torch.ones_like(wide), statistics)[1]
+    # Values below the least normal number round to multiples of the least number above 0.
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert_within(normed, exact, bound + unit(dtype) * (exact.abs() + bound) + least / 2)
+
+
+def check_wide_norms(device: str) -> None:
+    for width in (257, 4096, 5120, fused.MOST_WIDTH):
+        check_add_norm(device, 3, width, torch.bfloat16, 0.0)
+        check_add_norm(device, 3, width, torch.float32, 1.0)
+
+
+@needs_triton
+@examples
+@given(
+    st.integers(1, 4),
+    st.integers(1, 70),
+    DTYPES,
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([1e-6, 0.1]),
+)
+def test_a_sum_and_its_norm_are_those_of_torch(
+    run: Run, rows: int, width: int, dtype: torch.dtype, offset: float, eps: float
+) -> None:
+    run(check_add_norm, "cpu", rows, width, dtype, offset, eps)
+
+
+@needs_triton
+def test_rows_as_wide_as_those_of_networks_are_normed(run: Run) -> None:
+    run(check_wide_norms, "cpu")
+
+
+@needs_cuda
+def test_a_sum_and_its_norm_are_computed_on_the_device() -> None:
+    check_wide_norms("cuda")
+    for dtype in fused.DTYPES:
+        check_add_norm("cuda", 300, 2048, dtype, 1.0)
 
 
 # -- the two writes to the cache

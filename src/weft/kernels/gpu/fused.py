@@ -21,8 +21,11 @@ from weft.errors import ConfigError
 from weft.kernels.gpu import flex
 
 VARIABLE = "WEFT_GPU_KERNELS"
-KERNELS = ("store",)
+KERNELS = ("add_norm", "store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_WIDTH = 16384  # most elements of a row that one program normalizes at once
+ELEMENTS_PER_WARP = 512  # of a row that a program normalizes; a warp has 32 threads
+MOST_WARPS = 16
 STORE_BLOCK = 1024  # most elements of a token's keys that one program copies
 
 
@@ -71,6 +74,43 @@ def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -
     _load_kernels().store[tokens, -(-width // block)](
         k, v, keys, values, indices, k.stride(0), v.stride(0), width, block
     )
+
+
+def serves_add_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `add_rms_norm` is switched on and supports rows like those of x."""
+    return x.shape[-1] <= MOST_WIDTH and serves("add_norm", x, weight)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Return the sum x + delta and its RMS norm, both with the shape and dtype of x [T, n].
+
+    The sum is rounded to the dtype of x. Its norm is that of `weft.kernels.rms_norm`, with
+    statistics in float32 or wider; it is rounded once, after scaling.
+    """
+    assert x.shape == delta.shape and x.dtype == delta.dtype
+    x = x.contiguous()
+    delta = delta.contiguous()
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x)
+    width = x.shape[-1]
+    block = flex.round_to_power_of_two(width)
+    sources = _load_kernels()
+    sources.add_rms_norm[x.numel() // width,](
+        x,
+        delta,
+        weight.contiguous(),
+        total,
+        normed,
+        width,
+        EPS=eps,
+        OFFSET=offset,
+        WIDE=sources.tl.float64 if x.dtype == torch.float64 else sources.tl.float32,
+        BLOCK=block,
+        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MOST_WARPS),
+    )
+    return total, normed
 
 
 @functools.cache
