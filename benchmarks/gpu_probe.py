@@ -30,6 +30,8 @@ def probe(run: Run) -> None:
     needing_a_gpu: Mapping[str, tuple[Callable[[torch.device], float], float]] = {
         "flash attention over packs and its gradients": (flash_attention, BFLOAT16),
         "compiled pointwise formulas": (formulas, BFLOAT16),
+        "fused sums and norms": (fused_norm, BFLOAT16),
+        "fused writes to the cache": (fused_store, 0.0),
         "FlexAttention over a shared prefix": (flex_attention, BFLOAT16),
         "captured graphs of three forms in a row": (graphs, FLOAT32),
     }
@@ -149,6 +151,34 @@ def formulas(device: torch.device) -> float:
         for a, b in zip((made, *gradients), wanted, strict=True)
         if b is not None
     )
+
+
+def fused_norm(device: torch.device) -> float:
+    """The norm of Llama and that of Gemma, whose weights count from 1."""
+    from weft.kernels import fused
+
+    x, delta, weight = drawn(device, 40, 5120), drawn(device, 40, 5120, seed=1), drawn(device, 5120)
+    errors = []
+    for offset in (0.0, 1.0):
+        total, normed = fused.add_rms_norm(x, delta, weight, 1e-6, offset)
+        wide = total.double().cpu()
+        scale = weight.double().cpu() + offset
+        expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * scale
+        errors += [relative(normed.cpu(), expected), relative(total.cpu(), (x + delta).cpu())]
+    return max(errors)
+
+
+def fused_store(device: torch.device) -> float:
+    """Keys and values that are views of one tensor, written to places of a cache."""
+    from weft.kernels import fused
+
+    _, k, v = drawn(device, 40, 48, 128).split([32, 8, 8], dim=1)
+    cache = torch.zeros(2, 100, 8, 128, dtype=k.dtype, device=device)
+    places = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:40].to(device)
+    expected = torch.zeros_like(cache)
+    expected[:, places] = torch.stack([k, v])
+    fused.store(k, v, cache[0], cache[1], places)
+    return relative(cache.double().cpu(), expected.double().cpu())
 
 
 def flex_attention(device: torch.device) -> float:

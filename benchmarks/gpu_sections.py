@@ -46,6 +46,7 @@ GPU_TESTS = (
 DEVICE_TESTS = (
     "tests/kernels/gpu/test_flash.py",
     "tests/kernels/gpu/test_flex.py",
+    "tests/kernels/gpu/test_fused.py",
     "tests/engine/generation/test_graphs.py",
     "tests/engine/generation/test_caches_pages.py",
 )

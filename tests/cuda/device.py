@@ -263,6 +263,13 @@ def _count_wait(func: Any, args: Any, kwargs: Any, of_device: list[OnDevice]) ->
         _waits("index by bool")
 
 
+LAUNCHES: Counter[str] = Counter()  # operations for which the device would launch a kernel
+NO_LAUNCHES = {  # besides views
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+}
 ADDED: Counter[str] = Counter()  # products in half precision that joined a float32 sum
 
 
@@ -298,11 +305,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What a kernel is stood in for by may wait; the kernel would not."""
-    before = WAITS.copy()
+    """What a kernel is stood in for by may wait, and launch kernels; the kernel would not."""
+    before = [counter.copy() for counter in (WAITS, LAUNCHES)]
     yield
-    WAITS.clear()
-    WAITS.update(before)
+    for counter, old in zip((WAITS, LAUNCHES), before, strict=True):
+        counter.clear()
+        counter.update(old)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
@@ -334,6 +342,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     given = [*_tensors(args), *_tensors(kwargs.values())]
     of_device = [x for x in given if isinstance(x, OnDevice)]
     _count_wait(func, args, kwargs, of_device)
+    if of_device and not func.is_view and func not in NO_LAUNCHES:
+        LAUNCHES[str(func)] += 1
     if func is aten.copy_.default:
         copy(values(args[0]), values(args[1]), *args[2:])
         return args[0]

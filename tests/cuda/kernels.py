@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tests.cuda.device import uncounted
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
-from weft.kernels import compiling, flash, flex
+from weft.kernels import compiling, flash, flex, formulas, fused
 
 CALLS: Counter[str] = Counter()
 
@@ -30,14 +30,49 @@ def install(*, reads_pages: bool) -> None:
     flex.can_compile = lambda: True  # type: ignore[assignment]
     flex._compile = lambda: _flex  # type: ignore[assignment]
     compiling.compile_dynamic = _counted  # type: ignore[assignment]
+    fused.store = _store  # type: ignore[assignment]
+    fused.add_rms_norm = _add_rms_norm  # type: ignore[assignment]
+    torch.nn.functional.rms_norm = _rms_norm
     caches.build_cuda_capture = graphs.build_cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place of a compiled function its formula."""
-    CALLS[f"compiled {function.__name__}"] += 1
-    return function
+
+    def compute(*given: Any) -> Any:
+        CALLS[f"compiled {function.__name__}"] += 1
+        with uncounted():
+            return function(*given)
+
+    return compute
+
+
+def _rms_norm(*given: Any) -> Tensor:
+    """One kernel on a GPU, and several operations on a CPU."""
+    CALLS["rms_norm"] += 1
+    with uncounted():
+        return torch.rms_norm(*given)
+
+
+def _add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    CALLS["add_norm"] += 1
+    _computes_on(x)
+    with uncounted():
+        total = x + delta
+        if offset:
+            return total, formulas.rms_norm(total, weight, eps, offset)[0]
+        return total, torch.rms_norm(total, weight.shape, weight, eps)
+
+
+def _store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
+    CALLS["store"] += 1
+    _computes_on(k)
+    with uncounted():
+        keys.index_copy_(0, indices, k)
+        values.index_copy_(0, indices, v)
 
 
 def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:

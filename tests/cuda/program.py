@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.cuda.device import ADDED, WAITS, StandIn  # before torch
+from tests.cuda.device import ADDED, LAUNCHES, WAITS, StandIn  # before torch
 
 # isort: split
 import pytest
@@ -39,6 +39,7 @@ from tests.tiny import (
     write_jsonl,
 )
 from weft.engine import device
+from weft.kernels import fused
 from weft.launch import run
 
 
@@ -216,6 +217,48 @@ def decode_waits(folder: Path) -> None:
     assert engine._reusable_caches.num_bytes == 0, "what generators keep goes with the weights"
 
 
+def fused_kernels(folder: Path) -> None:
+    """Each fused kernel that is switched on is called in generation and changes no token. Counts the
+    kernels that a decode step launches in one layer, and elsewhere.
+    """
+    for layers in (2, 3):
+        make_llama(folder / f"{layers} layers", hidden_size=64, num_hidden_layers=layers)
+    plain = [_decode(folder / f"{layers} layers", "") for layers in (2, 3)]
+    per_layer = plain[1][1] - plain[0][1]
+    kernels.CALLS.clear()
+    counts = {"launches per layer": per_layer, "other launches": plain[0][1] - 2 * per_layer}
+    for name in (*fused.KERNELS, "all"):
+        found = [_decode(folder / f"{layers} layers", name) for layers in (2, 3)]
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain], name
+        saved = [old - new for (_, old), (_, new) in zip(plain, found, strict=True)]
+        counts[f"{name}: saved per layer"] = saved[1] - saved[0]
+        counts[f"{name}: saved elsewhere"] = saved[0] - 2 * (saved[1] - saved[0])
+    kernels.CALLS.update(counts)
+
+
+def _decode(path: Path, switches: str) -> tuple[Any, int]:
+    """The tokens and log-probs of a few prompts, and the kernels that a decode step launched."""
+    from weft.engine.base import Request
+    from weft.engine.spec import GenerationSpec, ModelSpec
+    from weft.registry import backends
+    from weft.topology import Layout
+
+    os.environ[fused.VARIABLE] = switches
+    fused.read_switches.cache_clear()
+    spec = ModelSpec(path=str(path), dtype="bfloat16", device="cuda:0")
+    engine = backends.get("torch")(spec, Layout())
+    found: list[Any] = []
+    with engine.generating(GenerationSpec(max_new_tokens=8, temperature=0.7)) as generator:
+        generator.submit([Request(id=str(i), k=0, prompt=[3, 4, 5 + i]) for i in range(3)])
+        for _ in range(3):  # the prompts, and a capture
+            found.append(generator.step())
+        before = LAUNCHES.total() + kernels.CALLS.total()
+        found.append(generator.step())
+        launches = LAUNCHES.total() + kernels.CALLS.total() - before
+        found += [generator.step() for _ in range(3)]
+    return [[(e.id, e.token, e.logprob) for e in events] for events in found], launches
+
+
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
@@ -296,6 +339,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
     "marked": marked,
     "waits": waits,
     "decode_waits": decode_waits,
+    "fused_kernels": fused_kernels,
     "second": second,
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from weft.kernels.gpu.fused import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 Program = Callable[..., dict[str, int]]
@@ -136,3 +139,19 @@ def test_the_second_device_computes_what_lies_there(program: Program, flash: str
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_a_decode_step_waits_for_the_device_once(program: Program, flash: str) -> None:
     assert program("decode_waits", flash)["captures"] > 0
+
+
+@pytest.mark.slow
+def test_fused_kernels_change_no_token_and_save_the_launches_of_the_table(
+    program: Program,
+) -> None:
+    calls = program("fused_kernels", "pages")
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in table] == list(KERNELS)
+    for name, per_layer, elsewhere in table:
+        assert calls[name] > 0
+        assert calls[f"{name}: saved per layer"] == int(per_layer), name
+        assert calls[f"{name}: saved elsewhere"] == int(elsewhere), name
+    assert calls["all: saved per layer"] == sum(int(per_layer) for _, per_layer, _ in table)
+    assert f"{calls['launches per layer']} per layer of a Llama" in page

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from weft.errors import ConfigError
-from weft.kernels import flash, product
+from weft.kernels import flash, fused, product
 from weft.observe import memory as observe_memory
 from weft.writing import rename, resolve_destination
 
@@ -291,9 +291,11 @@ def describe_numerics(device: torch.device) -> dict[str, Any]:
     They are stored in a recovery point and compared when a run is resumed.
     """
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    switches = sorted(fused.read_switches()) if device.type == "cuda" else []
     return {
         **({"tf32": True} if rounded else {}),
         **({"flash_attention": flash.find_version()} if device.type == "cuda" else {}),
+        **({"gpu_kernels": switches} if switches else {}),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),

@@ -38,7 +38,7 @@ from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.formulas import activate
-from weft.kernels.gpu import flash, flex
+from weft.kernels.gpu import flash, flex, fused
 from weft.kernels.pointwise import (
     activated,
     activated_linear,
@@ -113,6 +113,7 @@ __all__ = [
     "flash",
     "flex",
     "fp8_obstacle",
+    "fused",
     "get_address",
     "get_storage",
     "grouped_linear",

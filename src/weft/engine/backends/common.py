@@ -32,8 +32,9 @@ def choose_role_device(spec: ModelSpec) -> torch.device:
     """Return the role's device, and select the flash attention version that the role requests.
 
     Must be called before weights are read. Raises `ConfigError` if the device or the flash
-    attention version is not available.
+    attention version is not available, or if `WEFT_GPU_KERNELS` names an unknown kernel.
     """
+    kernels.fused.read_switches()
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
     return device

@@ -167,7 +167,7 @@ def compute_padded_length(length: int) -> int:
 
     This limits the number of different sizes, each of which is compiled separately.
     """
-    return max(BLOCK, _round_to_power_of_two(length))
+    return max(BLOCK, round_to_power_of_two(length))
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
@@ -206,14 +206,14 @@ def attend_paged(
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
     size = groups.shape[2]
-    padded = torch.nn.functional.pad(groups, (0, 0, 0, _round_to_power_of_two(size) - size))
+    padded = torch.nn.functional.pad(groups, (0, 0, 0, round_to_power_of_two(size) - size))
     # Pass all pages; the mask selects the pages of each row.
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))
     out = attend(padded.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
     return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
 
 
-def _round_to_power_of_two(least: int) -> int:
+def round_to_power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 

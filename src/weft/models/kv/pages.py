@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.kernels import put
+from weft.kernels import fused, put
 from weft.models.attention.contexts import Dense
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
@@ -412,13 +412,12 @@ class PagePool:
             tokens = step[:, TOKEN].long()
         positions = step[:, POSITION].long()
         storage_indices = step[:, STORAGE_INDEX].long()
-        bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
         context = Paged(
             pool=self,
             storage_indices=storage_indices,
             table=step[:, TABLE:].contiguous(),
             used=step[:, POSITION] + 1,
-            cu_seqlens=bounds,
+            cu_seqlens=torch.arange(len(step) + 1, device=step.device, dtype=torch.int32),
             max_len=1,
             is_first_prefill=False,
             history=None,
@@ -428,8 +427,12 @@ class PagePool:
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, context.storage_indices, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, context.storage_indices, v)
+        keys, values = (pages[layer].flatten(0, 1) for pages in (self.keys, self.values))
+        if fused.serves("store", k, v, keys, values):
+            fused.store(k, v, keys, values, context.storage_indices)
+        else:
+            keys.index_copy_(0, context.storage_indices, k)
+            values.index_copy_(0, context.storage_indices, v)
 
     def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""

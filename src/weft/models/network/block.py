@@ -53,6 +53,8 @@ class BlockContext:
             over cached sequences that contain the prefix already.
         stream: Rows and dropout of the residual stream; None for the rows `rows` and the dropout
             `mlp_dropout`.
+        fuses_sums: True if a norm and the sum before it are one kernel. Blocks then return a
+            `PendingSum`, which the next norm computes.
     """
 
     pack: Packed
@@ -61,6 +63,7 @@ class BlockContext:
     rows: Tensor | None = None
     prefix: PlacedPrefix | None = None
     stream: ResidualStream | None = None
+    fuses_sums: bool = False
 
     @property
     def is_cached(self) -> bool:
@@ -81,6 +84,18 @@ class BlockContext:
         if self.dropout is None or self.mlp_rows is None:
             return self.dropout
         return self.dropout.select(self.mlp_rows)
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """Hidden states x + delta, each [T, hidden], whose sum is not computed yet."""
+
+    x: Tensor
+    delta: Tensor
+
+    def compute(self) -> Tensor:
+        """Return the sum."""
+        return self.x + self.delta
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,35 @@ class Norm(nn.Module):
         if self.kind == "layer":
             return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         assert self.weight is not None
-        return kernels.rms_norm(x, self.weight, self.eps, offset=0.0 if self.kind == "rms" else 1.0)
+        return kernels.rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+    def can_fuse_sum(self, x: Tensor) -> bool:
+        """Return whether one kernel can compute a `PendingSum` like x together with its norm.
+
+        The kernel calls no hooks of this module, so there must be none.
+        """
+        return (
+            self.kind != "layer"
+            and self.weight is not None
+            and not has_hooks(self)
+            and kernels.fused.serves_add_norm(x, self.weight)
+        )
+
+    @property
+    def offset(self) -> float:
+        """Number that is added to each weight of an RMS norm."""
+        return 0.0 if self.kind == "rms" else 1.0
+
+
+def normalize(norm: Norm, states: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
+    """Return the hidden states and their norm, each [T, hidden].
+
+    One kernel computes the sum of a `PendingSum` and the norm; `norm.can_fuse_sum` must be True.
+    """
+    if not isinstance(states, PendingSum):
+        return states, norm(states)
+    assert norm.weight is not None
+    return kernels.fused.add_rms_norm(states.x, states.delta, norm.weight, norm.eps, norm.offset)
 
 
 class Attention(nn.Module):
@@ -259,11 +302,14 @@ class Block(nn.Module):
             self.norm1_post = Norm(config)
             self.norm2_post = Norm(config)
 
-    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+    def forward(self, x: Tensor | PendingSum, context: BlockContext) -> Tensor | PendingSum:
         """Return the block's output [T, hidden], or [N, hidden] if the pass needs only some rows.
 
         Attention always covers the keys and values of all rows of x [T, hidden].
         """
+        normed = None
+        if isinstance(x, PendingSum):
+            x, normed = normalize(self.norm1, x)
         # Choose the compiled or the original functions; compiled code takes the layer as a tensor.
         compute_heads = Block.compute_heads
         compute_output = Block.compute_output
@@ -279,23 +325,29 @@ class Block(nn.Module):
             for each in (context.dropout, context.mlp_dropout, stream.dropout)
         )
         # Compute attention for all rows, and the output for the selected rows.
-        attended = self.attention.attend(compute_heads(self, x, input_dropout), context)
+        heads = compute_heads(self, x, input_dropout, normed)
+        attended = self.attention.attend(heads, context)
         attended = _select(attended, context.mlp_rows)
         dropouts = adapter_dropout, residual_dropout
         aux_loss = context.pack.aux_loss
         if aux_loss is None:
-            return compute_output(self, _select(x, stream.rows), attended, *dropouts, None)
-        return _select(compute_output(self, x, attended, *dropouts, aux_loss), stream.rows)
+            rows = _select(x, stream.rows)
+            return compute_output(self, rows, attended, *dropouts, None, context.fuses_sums)
+        output = compute_output(self, x, attended, *dropouts, aux_loss)
+        assert isinstance(output, Tensor)  # sums are not fused in training
+        return _select(output, stream.rows)
 
-    def compute_heads(self, x: Tensor, input_dropout: TokenDropout | None) -> Tensor:
+    def compute_heads(
+        self, x: Tensor, input_dropout: TokenDropout | None, normed: Tensor | None = None
+    ) -> Tensor:
         """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does.
 
-        `input_dropout` is the dropout of the adapters' inputs, or None without dropout.
+        `input_dropout` is the dropout of the adapters' inputs, or None without dropout. `normed` is
+        the result of `norm1`, or None if it is not computed yet.
         """
-        if self.parallel or self.placement in ("pre", "both"):
-            normed = self.norm1(x)
-        else:
-            normed = x
+        if normed is None:
+            has_norm = self.parallel or self.placement in ("pre", "both")
+            normed = self.norm1(x) if has_norm else x
         return self.attention.project_heads(normed, input_dropout)
 
     def compute_output(
@@ -305,14 +357,17 @@ class Block(nn.Module):
         adapter_dropout: TokenDropout | None,
         residual_dropout: TokenDropout | None,
         aux_loss: MoEAuxLoss | None,
-    ) -> Tensor:
+        fuses_sums: bool = False,
+    ) -> Tensor | PendingSum:
         """Return the block's output [N, hidden].
 
         x [N, hidden] is the block's input, and `attended` is the result of `Attention.attend` for
         the same tokens. `adapter_dropout` is the dropout of the adapters in attention and MLP.
         `residual_dropout` is the dropout of the outputs of attention and MLP, before they are added
-        to x.
+        to x. `fuses_sums` is described in `BlockContext`.
         """
+        add: Callable[[Tensor, Tensor], Tensor | PendingSum]
+        add = PendingSum if fuses_sums else torch.add
         attention_output = _drop(
             self.attention.o(attended, adapter_dropout),
             residual_dropout,
@@ -322,17 +377,17 @@ class Block(nn.Module):
         del attended  # free it before the MLP is computed
         mlp_arguments = (adapter_dropout, residual_dropout, aux_loss)
         if self.parallel:
-            return x + attention_output + self._run_mlp(self.norm2(x), *mlp_arguments)
+            return add(x + attention_output, self._run_mlp(self.norm2(x), *mlp_arguments))
         match self.placement:
             case "pre":
-                x = x + attention_output
-                return x + self._run_mlp(self.norm2(x), *mlp_arguments)
+                x, normed = normalize(self.norm2, add(x, attention_output))
+                return add(x, self._run_mlp(normed, *mlp_arguments))
             case "post":
                 x = x + self.norm1_post(attention_output)
                 return x + self.norm2_post(self._run_mlp(x, *mlp_arguments))
             case "both":
-                x = x + self.norm1_post(attention_output)
-                return x + self.norm2_post(self._run_mlp(self.norm2(x), *mlp_arguments))
+                x, normed = normalize(self.norm2, add(x, self.norm1_post(attention_output)))
+                return add(x, self.norm2_post(self._run_mlp(normed, *mlp_arguments)))
             case "after":
                 x = self.norm1(x + attention_output)
                 y: Tensor = self.norm2(x + self._run_mlp(x, *mlp_arguments))
@@ -355,6 +410,11 @@ class Block(nn.Module):
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before or after the module's `forward`."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _drop(x: Tensor, token_dropout: TokenDropout | None, rate: float, place: int) -> Tensor:

@@ -47,7 +47,15 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network import prefix, rope, token_outputs
-from weft.models.network.block import Block, BlockContext, CompiledParts, Norm
+from weft.models.network.block import (
+    Block,
+    BlockContext,
+    CompiledParts,
+    Norm,
+    PendingSum,
+    has_hooks,
+    normalize,
+)
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import EmbeddingDropout, TokenDropout
 from weft.models.network.linear import Linear
@@ -206,16 +214,19 @@ class Transformer(nn.Module):
         # Compute the embedding and the blocks.
         if states is None:
             states = self._embed(x, dropout)
-        context = BlockContext(x, self._compute_rotation(x, states.dtype), dropout)
+        rotation = self._compute_rotation(x, states.dtype)
+        context = BlockContext(x, rotation, dropout, fuses_sums=self._can_fuse_sums(states, x))
         if num_prefix:
             placed = prefix.place_prefix(x.attention, context.rotation, x.positions, num_prefix)
             context = replace(context, prefix=placed)
-        states = self._run_blocks(states, context, rows)
+        outputs = self._run_blocks(states, context, rows)
         # Apply the last norm and the projection to the width of the embeddings.
+        if self.is_last_stage and self.config.final_norm:
+            _, states = normalize(self.norm, outputs)
+        else:
+            states = outputs.compute() if isinstance(outputs, PendingSum) else outputs
         if not self.is_last_stage:
             return states
-        if self.config.final_norm:
-            states = self.norm(states)
         if self.config.embed_dim not in (None, self.config.hidden_size):
             return self.embed_out(states)
         return states
@@ -305,7 +316,25 @@ class Transformer(nn.Module):
             states = self.embed_dropout(states, dropout, config.embed_dropout)
         return states
 
-    def _run_blocks(self, states: Tensor, context: BlockContext, rows: Tensor | None) -> Tensor:
+    def _can_fuse_sums(self, states: Tensor, x: Packed) -> bool:
+        """Return whether each norm can compute the sum before it, for hidden states like `states`.
+
+        This is limited to passes over cached sequences in which no hooks would see the sums.
+        """
+        is_cached = isinstance(x.attention, Cached | Paged)
+        if not is_cached or not kernels.fused.serves("add_norm", states):
+            return False
+        if self.config.placement not in ("pre", "both") or any(map(has_hooks, self.blocks)):
+            return False
+        norms = [self.norm] if self.is_last_stage and self.config.final_norm else []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            norms += [block.norm1, block.norm2]
+        return all(norm.can_fuse_sum(states) for norm in norms)
+
+    def _run_blocks(
+        self, states: Tensor, context: BlockContext, rows: Tensor | None
+    ) -> Tensor | PendingSum:
         """Run the local blocks and return their output [T, hidden].
 
         If `rows` is given, only the output at these N rows is returned, [N, hidden].
@@ -519,9 +548,7 @@ def compile_blocks(
     for block in network.blocks:
         assert isinstance(block, Block)
         # Hooks may call code that cannot be compiled.
-        full_graph = not any(
-            module._forward_pre_hooks or module._forward_hooks for module in block.modules()
-        )
+        full_graph = not any(map(has_hooks, block.modules()))
         compute_heads, compute_output = (
             kernels.compiled_by_rows(part, backend, full_graph=full_graph)
             for part in (Block.compute_heads, Block.compute_output)
