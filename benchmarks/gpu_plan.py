@@ -30,9 +30,7 @@ class Section:
 EVERY: Mapping[str, Section] = {
     section.name: section
     for section in (
-        Section(
-            "limits", "What the machine is, and how fast it multiplies and copies at most.", 40
-        ),
+        Section("limits", "How fast the device multiplies and copies at most.", 40),
         Section(
             "probe",
             "Each mechanism that weft uses on a GPU, alone, against float64.",
@@ -83,8 +81,8 @@ EVERY: Mapping[str, Section] = {
         Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 45),
         Section(
             "plan_profile",
-            "`weft plan profile` of this GPU, and the forecasts of a training step with it and "
-            "without.",
+            "Forecasts of a training step of `sft`: from the GPU's data sheet, and from passes "
+            "measured here as by `weft plan profile`.",
             40,
         ),
         Section("peers", "The rollout of `grpo` by vLLM and SGLang, where they are installed.", 60),
