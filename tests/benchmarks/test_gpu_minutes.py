@@ -399,6 +399,27 @@ def test_a_short_run_measures_the_passes_of_a_profile_alone(
     assert len(run.details["left_out"]) == 1
 
 
+def test_a_grpo_step_that_ends_early_leaves_the_figures_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_backends
+
+    drained, usual = [], gpu_backends.drain
+
+    def drain(generator: Any) -> Any:
+        drained.append(generator)
+        if len(drained) == 2:
+            raise KeyboardInterrupt
+        return usual(generator)
+
+    monkeypatch.setattr(gpu_backends, "drain", drain)
+    run = run_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_sections.grpo(run)
+    names = [row["what"] for row in json.loads(run.record.read_text())["rows"]]
+    assert "grpo, first step: generation" in names and "grpo: generation" not in names
+
+
 def test_a_gpu_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "580.159, 143771 MiB, 1980 MHz, 700.00 W, Enabled, Disabled\n"
     monkeypatch.setattr(gpu, "_output", lambda *words: said if words[0] == "nvidia-smi" else "")
