@@ -19,6 +19,8 @@ tree alone; with `--tiny` only where $OUT is set). With `--minutes` the record i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -27,8 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,7 +57,7 @@ from benchmarks.gpu_backends import (  # noqa: E402
 )
 from benchmarks.gpu_page import page  # noqa: E402
 from benchmarks.gpu_plan import Section  # noqa: E402
-from benchmarks.gpu_run import Run  # noqa: E402
+from benchmarks.gpu_run import Run, describe  # noqa: E402
 from benchmarks.gpu_sections import RUNS, SECTIONS, free  # noqa: E402
 from benchmarks.results import require_clean, table  # noqa: E402
 
@@ -93,6 +97,15 @@ FIRST = ("tests", "agreement")  # what is wrong in them makes every other figure
 # git ignores it, so it stays where it is between two commands on one machine
 KEPT = ROOT / "build" / "gpu-run"
 MOST_BYTES = 12 * 2**20  # of a file that is written
+# On the page -> what nvidia-smi calls it.
+DRIVER_FACTS = {
+    "driver": "driver_version",
+    "memory": "memory.total",
+    "highest clock": "clocks.max.sm",
+    "power limit": "power.limit",
+    "ECC": "ecc.mode.current",
+    "MIG": "mig.mode.current",
+}
 
 
 @dataclass
@@ -173,7 +186,7 @@ def main(words: list[str] | None = None) -> int:
             chosen.section,
             Run(sizes, where, chosen.record, profile, known, quick=chosen.minutes is not None),
         )
-    facts, timed = _provenance(where, missing, chosen.commit), chosen.minutes is not None
+    facts, timed = _provenance(where, missing, chosen), chosen.minutes is not None
     if timed and chosen.second and (KEPT / "gpu.json").is_file():
         facts["first"] = {**json.loads((KEPT / "gpu.json").read_text()), "first": None}
     report = Report(
@@ -245,7 +258,8 @@ def _together(
         for section in turn:
             said = (folder / f"{section.name}.txt").open("w+") if len(turn) > 1 else None
             limit = min(chosen.limit or left, gpu_plan.allowance(section, left, rest))
-            children.append(Child(section.name, chosen, report, folder, limit, said))
+            threads = max(1, (os.cpu_count() or 1) // len(turn)) if len(turn) > 1 else None
+            children.append(Child(section.name, chosen, report, folder, limit, said, threads))
         for child in children:
             child.finish(report)
     finally:
@@ -254,7 +268,11 @@ def _together(
 
 
 class Child:
-    """A section in a process of its own. `said` is the file that takes what it prints."""
+    """A section in a process of its own.
+
+    `said` is the file that takes what it prints. `threads` is its share of the processor, where
+    others run at the same time and the user does not set OMP_NUM_THREADS.
+    """
 
     def __init__(
         self,
@@ -264,6 +282,7 @@ class Child:
         folder: Path,
         limit: float,
         said: IO[str] | None = None,
+        threads: int | None = None,
     ) -> None:
         self.name, self.limit, self.said, self.begun = name, limit, said, time.monotonic()
         profiles = name in gpu_plan.SECOND or chosen.profile
@@ -285,7 +304,9 @@ class Child:
         words += [f"--minutes={chosen.minutes}"] if chosen.minutes else []
         words += ["--tiny"] * chosen.tiny + ["--profile"] * profiles
         print(f"{name}, {limit:.0f} s at most", flush=True)
-        self.process = subprocess.Popen(words, stdout=said, start_new_session=True)
+        environment = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ}
+        self.is_ended = False
+        self.process = subprocess.Popen(words, stdout=said, start_new_session=True, env=environment)
 
     def finish(self, report: Report) -> None:
         """Wait until the section ends or its time is over; what it found joins the report."""
@@ -301,6 +322,8 @@ class Child:
             found = {}
         for left in (self.record, self.record.with_suffix(".part")):
             left.unlink(missing_ok=True)
+        raised = found.get("details", {}).get("raised")
+        failure = f"{failure}, {raised}" if failure and raised else failure
         report.take(self.name, found, time.monotonic() - self.begun, failure)
         if self.said is not None:
             self.said.seek(0)
@@ -310,10 +333,15 @@ class Child:
             print(f"  {self.name} {failure}", flush=True)
 
     def end(self) -> None:
-        """End the process with all that it started."""
-        if self.process.poll() is None:
+        """End the process with all that it started, also what outlived it: it would hold the pipe
+        that takes the output open.
+        """
+        if self.is_ended:
+            return
+        self.is_ended = True
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.wait()
 
 
 def _apart(name: str, chosen: argparse.Namespace, report: Report, folder: Path) -> None:
@@ -328,8 +356,14 @@ def _apart(name: str, chosen: argparse.Namespace, report: Report, folder: Path) 
 def _section(name: str, run: Run) -> int:
     free(run.where)
     run.write()
-    RUNS[name][0](run)
-    run.write()
+    try:
+        RUNS[name][0](run)
+    except Exception as error:
+        run.details["raised"] = describe(error)
+        run.details["traceback"] = traceback.format_exc().splitlines()[-30:]
+        raise
+    finally:
+        run.write()
     return 0
 
 
@@ -396,46 +430,59 @@ def _folder(tiny: bool) -> Path | None:
     return folder
 
 
-def _provenance(where: Where, missing: list[str], commit: str | None) -> dict[str, Any]:
+def _provenance(where: Where, missing: list[str], chosen: argparse.Namespace) -> dict[str, Any]:
     """How the figures came about."""
-    import numpy
-    import transformers
-
     from weft.engine.device import describe_hardware, parse_gpu_model
 
     cuda = where.device.type == "cuda"
+    found = {name: _version(name) for name in ("triton", "transformers", "numpy", "jax")}
     return {
         "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-        "commit": _output("git", "rev-parse", "HEAD") or commit,
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "tiny": chosen.tiny,
+        "commit": _output("git", "rev-parse", "HEAD") or chosen.commit,
         "dirty": bool(_output("git", "status", "--porcelain")),
         "device": torch.cuda.get_device_name() if cuda else describe_hardware(where.device)["name"],
         "gpu": parse_gpu_model(torch.cuda.get_device_name()) if cuda else None,
-        "driver": _driver() if cuda else None,
+        "gpu_facts": _ask_driver() if cuda else {},
+        "machine": {
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "system": platform.platform(),
+        },
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
+            **{name: version for name, version in found.items() if version},
         },
         "stand_ins": missing,
     }
 
 
-def _driver() -> str | None:
-    found = _output(
-        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-    ).splitlines()
-    return found[0].strip() if found else None
+def _version(package: str) -> str | None:
+    """The version of an installed package; None of one that is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ask_driver() -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; empty where it says nothing."""
+    asked = f"--query-gpu={','.join(DRIVER_FACTS.values())}"
+    lines = _output("nvidia-smi", asked, "--format=csv,noheader").splitlines()
+    values = lines[0].split(",") if lines else []
+    return {name: value.strip() for name, value in zip(DRIVER_FACTS, values, strict=False)}
 
 
 def _output(*words: str) -> str:
-    """What a command prints; nothing where there is no such command, or it fails."""
+    """What a command prints; nothing where there is no such command, or it fails or hangs."""
     try:
         return subprocess.run(
-            words, cwd=ROOT, capture_output=True, text=True, check=False
+            words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
         ).stdout.strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
 
 

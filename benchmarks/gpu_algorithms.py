@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_tokenizer
-from benchmarks.gpu_run import Run
+from benchmarks.gpu_run import Run, describe
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ROOT / "build" / "gpu-carry" / "tokenizer"
@@ -55,10 +55,7 @@ def algorithms(run: Run) -> None:
                 try:
                     found.append(_run(root, name, number, place, dtype))
                 except Exception as error:
-                    reason = (str(error).splitlines() or [""])[0]
-                    run.wrong.append(
-                        f"{name} on {place} in {dtype}: {type(error).__name__}: {reason}"
-                    )
+                    run.wrong.append(f"{name} on {place} in {dtype}: {describe(error)}")
                     run.write()
                     break
                 run.add(

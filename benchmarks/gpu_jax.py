@@ -13,13 +13,20 @@ from benchmarks.gpu_run import Run
 
 
 def jax_section(run: Run) -> None:
-    """A training step and decode steps by JAX, on random weights in the shape of `sft`."""
+    """A training step and decode steps by JAX, on random weights in the shape of `sft`; on a GPU the
+    training step with cuDNN's attention too.
+    """
     obstacle = find_obstacle(run.where)
     if obstacle is not None:
         run.leave_out(f"backend=jax: {obstacle}")
         return
-    _time_training(run)
+    _time_training(run, "xla")
     _time_decoding(run)
+    if run.where.device.type == "cuda":
+        try:
+            _time_training(run, "cudnn")
+        except Exception as error:  # a kernel that has to be asked for
+            run.note("jax, sft, attention=cudnn", error)
 
 
 def find_obstacle(where: Where) -> str | None:
@@ -37,13 +44,14 @@ def find_obstacle(where: Where) -> str | None:
     return None
 
 
-def _time_training(run: Run) -> None:
+def _time_training(run: Run, attention: str) -> None:
+    """Time the step with one of the implementations of attention; `xla` is the usual one."""
     import jax
 
     from weft.algorithms.sft import SFTLoss
 
     lengths = run.sizes.sft
-    made, vocabulary = _build_engine(run, trained=True)
+    made, vocabulary = _build_engine(run, trained=True, attention=attention)
     batch, most = gpu_backends.batch_of(lengths, vocabulary), sum(lengths)
 
     def step() -> None:
@@ -53,13 +61,15 @@ def _time_training(run: Run) -> None:
     timed = run.where.seconds(step, run.sizes.times, warm=2)
     operations = gpu_backends.operations(made, lengths)
     rate = operations / statistics.median(timed)
-    run.details["jax, sft"] = {"seconds": timed, "operations": operations}
-    run.add(f"jax, sft: step of {most} tokens", 1e3 * statistics.median(timed), "ms")
-    run.add("jax, sft: tokens", most / statistics.median(timed), "tokens/s")
-    run.add("jax, sft: MFU", rate / run.limit("products_per_s"), "of random products")
+    what = "jax, sft" if attention == "xla" else f"jax, sft, attention={attention}"
+    by = {"xla": "XLA", "cudnn": "cuDNN"}[attention]
+    run.details[what] = {"seconds": timed, "operations": operations}
+    run.add(f"{what}: step of {most} tokens", 1e3 * statistics.median(timed), "ms", by=by)
+    run.add(f"{what}: tokens", most / statistics.median(timed), "tokens/s", by=by)
+    run.add(f"{what}: MFU", rate / run.limit("products_per_s"), "of random products", by=by)
     promised = run.promised("products_per_s")
     if promised is not None:
-        run.add("jax, sft: MFU by the data sheet", rate / promised, "of the data sheet")
+        run.add(f"{what}: MFU by the data sheet", rate / promised, "of the data sheet", by=by)
 
 
 def _time_decoding(run: Run) -> None:
@@ -78,11 +88,12 @@ def _time_decoding(run: Run) -> None:
     run.add(f"jax, decode, {batch} sequences: tokens", batch / statistics.median(timed), "tokens/s")
 
 
-def _build_engine(run: Run, *, trained: bool) -> tuple[Any, int]:
+def _build_engine(run: Run, *, trained: bool, attention: str = "xla") -> tuple[Any, int]:
     """Return a JAX engine with random weights, and the size of its vocabulary."""
     from weft.checkpoints import hf_io
     from weft.engine.backends.torch import compute_cost
     from weft.engine.jax import engine
+    from weft.engine.jax.attention import choose_kernel
     from weft.engine.jax.decoder import DecoderSettings
     from weft.engine.jax.mesh import build_mesh
     from weft.engine.jax.parameters import ParameterStacks
@@ -102,12 +113,12 @@ def _build_engine(run: Run, *, trained: bool) -> tuple[Any, int]:
     dtype = engine.DTYPES[where.dtype]
     mesh = build_mesh(None, engine.find_devices(where.device.type), trained=trained)
     wide = engine.DTYPES["float32"] if trained else dtype
+    kernel = choose_kernel(attention, mesh.devices.flat[0].platform, config, dtype)
+    settings = DecoderSettings(config, "lm", "last", dtype, attention=kernel)
     arrays = stacks.build_arrays(lambda name, _: parameters[name].data, lambda name: wide, mesh)
     facts = {"family": raw["model_type"], "vocab_size": config.vocab_size}
     built = BuiltNetwork(
-        network=engine.JaxNetwork(
-            DecoderSettings(config, "lm", "last", dtype), stacks, arrays, None
-        ),
+        network=engine.JaxNetwork(settings, stacks, arrays, None),
         save=gpu_backends.refuse_saving,
         cost=compute_cost(network, frozen=False),
         facts=facts,

@@ -11,6 +11,11 @@ from benchmarks.gpu_plan import BARS, EVERY
 
 Record = Mapping[str, Any]
 GPU = "H100"  # that the bars are for
+# How figures of other GPUs compare with those of one for which the bars are.
+COMPARED = {
+    "H200": "An H200 has the compute units of an H100 and 1.43 times its memory bandwidth: shares "
+    "of the data sheet can be compared with those of an H100, tokens a second of decoding cannot."
+}
 ABOUT = (
     "weft trains language models after pretraining. This page holds what one run of its GPU "
     "benchmark found. A *goal* that "
@@ -26,6 +31,7 @@ WORDS = (
     "copies, or of what the GPU's data sheet promises. The last column names the kernel that "
     "computes attention."
 )
+TINY = "**This was a trial on tiny sizes: no figure says how fast anything is.**"
 KERNELS = 12  # lines of a profile
 
 
@@ -33,9 +39,9 @@ def page(record: Record) -> str:
     """Markdown: the device, what is wrong, what did not run and why, every figure with its goal,
     and profiles.
     """
+    first = record.get("first") or {}
     lines = [f"# weft on {record['device'] or 'this device'}", "", *_head(record), ""]
     lines += _body(record)
-    first = record.get("first")
     if first:
         lines += ["", "# The run before", "", *_head(first), "", *_body(first)]
     return "\n".join(lines).rstrip() + "\n"
@@ -52,11 +58,21 @@ def _head(record: Record) -> list[str]:
         f"{name} {version}" for name, version in record["versions"].items() if version
     )
     dirty = " with changes that are not committed" if record.get("dirty") else ""
-    lines = [ABOUT + judged, "", WORDS, ""]
+    lines = [" ".join(filter(None, [ABOUT + judged, COMPARED.get(gpu or "")])), "", WORDS, ""]
+    if record.get("tiny"):
+        lines += [TINY, ""]
     lines.append(f"- Command: `{record['command']}`")
+    lines += [f"- When: {record['when']}"] if record.get("when") else []
     lines.append(f"- Commit: {record['commit'] or 'unknown'}{dirty}")
     lines.append(f"- Device: {record['device'] or 'unknown'}{f', model {gpu}' if gpu else ''}")
-    lines += [f"- Driver: {record['driver']}"] if record.get("driver") else []
+    facts = ", ".join(f"{name} {value}" for name, value in record.get("gpu_facts", {}).items())
+    lines += [f"- The GPU by its driver: {facts}"] if facts else []
+    machine = record.get("machine")
+    if machine:
+        lines.append(
+            f"- Machine: {machine['cores']} cores, {machine['memory_gib']} GiB of memory, "
+            f"{machine['system']}"
+        )
     lines.append(f"- Software: {versions}")
     if record.get("stand_ins"):
         lines.append(f"- Not installed, a part stood in for: {', '.join(record['stand_ins'])}")
@@ -85,12 +101,17 @@ def _body(record: Record) -> list[str]:
 
 
 def _bars(record: Record) -> list[str]:
-    """Every bar with its figure of this run, or that there is none."""
-    found = {row["what"]: row for row in record["rows"]}
+    """Every bar with its figure of this run or of the one before, or that there is none."""
+    before = record.get("first") or {"rows": []}
+    found: dict[str, tuple[Mapping[str, Any], Record, str]] = {}
+    for run, which in ((before, " (the run before)"), (record, "")):
+        found |= {row["what"]: (row, run, which) for row in run["rows"]}
     lines = [f"For one {GPU}.", "", "| what | bar | this run | |", "|---|---|---|---|"]
     for what, goal in BARS.items():
-        value = f"{found[what]['value']:.4g}" if what in found else "not measured"
-        judged = verdict(found[what], record.get("gpu")) if what in found else ""
+        value, judged = "not measured", ""
+        if what in found:
+            row, run, which = found[what]
+            value, judged = f"{row['value']:.4g}{which}", verdict(row, run.get("gpu"))
         lines.append(f"| {what} | {goal} | {value} | {judged} |")
     return lines
 

@@ -30,9 +30,7 @@ class Section:
 EVERY: Mapping[str, Section] = {
     section.name: section
     for section in (
-        Section(
-            "limits", "What the machine is, and how fast it multiplies and copies at most.", 40
-        ),
+        Section("limits", "How fast the device multiplies and copies at most.", 40),
         Section(
             "probe",
             "Each mechanism that weft uses on a GPU, alone, against float64.",
@@ -68,11 +66,11 @@ EVERY: Mapping[str, Section] = {
         Section("grpo", "A GRPO step and where its time goes.", 60),
         Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 55),
         Section("tests", "The tests of the repository that need a GPU.", 60),
-        Section("decode_profile", "Which kernels take the time of a decode step.", 40),
+        Section("decode_profile", "Which kernels take the time of a decode step.", 35),
         Section(
             "sft_profile",
             "Which kernels take the time of a training step: the slowest of `sft`.",
-            40,
+            35,
         ),
         Section(
             "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 45
@@ -80,12 +78,12 @@ EVERY: Mapping[str, Section] = {
         Section(
             "options", "The training step of `sft` with each option that may make it faster.", 60
         ),
-        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 45),
+        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 60),
         Section(
             "plan_profile",
-            "`weft plan profile` of this GPU, and the forecasts of a training step with it and "
-            "without.",
-            40,
+            "Forecasts of a training step of `sft`: from the GPU's data sheet, and from passes "
+            "measured here as by `weft plan profile`.",
+            35,
         ),
         Section("peers", "The rollout of `grpo` by vLLM and SGLang, where they are installed.", 60),
     )

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_run import Run, relative
+from benchmarks.gpu_run import Run, describe, relative
 
 BFLOAT16 = 0.02  # relative error of sums of products whose factors and results keep 8 bits
 FLOAT32 = 1e-4  # of float32 sums of products of bfloat16 numbers, which are exact
@@ -46,9 +46,7 @@ def probe(run: Run) -> None:
         try:
             run.check(f"{name}: error", check(device), most, "relative")
         except Exception as error:
-            run.wrong.append(
-                f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            )
+            run.wrong.append(f"{name}: {describe(error)}")
             run.write()
         run.add(f"{name}: time", time.monotonic() - begin, "s")
 

@@ -58,8 +58,7 @@ class Run:
 
     def note(self, what: str, error: Exception) -> None:
         """Another system's part that failed: a line in the file, and the section goes on."""
-        reason = (str(error).splitlines() or [""])[0]
-        self.details.setdefault("notes", []).append(f"{what}: {type(error).__name__}: {reason}")
+        self.details.setdefault("notes", []).append(f"{what}: {describe(error)}")
         print(f"  {self.details['notes'][-1]}", flush=True)
 
     def leave_out(self, part: str) -> None:
@@ -139,6 +138,11 @@ def _kernels(profile: Any, device: str) -> list[dict[str, Any]]:
         if ms > 0
     ]
     return named[:40]
+
+
+def describe(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

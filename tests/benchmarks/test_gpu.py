@@ -132,7 +132,7 @@ def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert (
         done.returncode == 1
         and written["failed"] == ["agreement"]
-        and written["why"]["agreement"] == "exit code 1"
+        and written["why"]["agreement"].startswith("exit code 1, ModuleNotFoundError: ")
     )
     found = [row["what"] for row in written["rows"]]
     assert "sampled and recomputed: log-probs differ at most" in found, (
@@ -158,6 +158,33 @@ def test_jax_is_measured_where_it_is_installed(absent: list[str], tmp_path: Path
         return
     assert rows["jax, sft: MFU"] > 0 and rows["jax, decode, 3 sequences: tokens"] > 0
     assert "| jax, sft: MFU |" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_jax_on_a_gpu_tries_the_attention_of_cudnn_last(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, the other figures are there, and a note says why."""
+    from benchmarks import gpu_jax
+    from benchmarks.gpu import SMALL
+    from benchmarks.gpu_backends import Where
+    from benchmarks.gpu_run import Run
+
+    timed = []
+
+    def train(run: Run, attention: str) -> None:
+        timed.append(attention)
+        if attention == "cudnn":
+            raise RuntimeError("no such graph")
+
+    monkeypatch.setattr(gpu_jax, "find_obstacle", lambda _: None)
+    monkeypatch.setattr(gpu_jax, "_time_training", train)
+    monkeypatch.setattr(gpu_jax, "_time_decoding", lambda _: timed.append("decoding"))
+    made = Run(SMALL, Where(torch.device(device), "bfloat16"), tmp_path / "record.json")
+    gpu_jax.jax_section(made)
+    assert timed == ["xla", "decoding", *(["cudnn"] if device == "cuda" else [])]
+    note = "jax, sft, attention=cudnn: RuntimeError: no such graph"
+    assert made.details.get("notes", []) == ([note] if device == "cuda" else [])
 
 
 @pytest.mark.parametrize("first", [True, False])

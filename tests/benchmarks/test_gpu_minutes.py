@@ -10,14 +10,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_plan
+from benchmarks import gpu, gpu_plan, gpu_sections
 from benchmarks.gpu_run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +41,7 @@ class Stub:
     running: set[str] = set()  # noqa: RUF012
     together: list[set[str]] = []  # noqa: RUF012
     pages: list[str] = []  # noqa: RUF012
+    threads: dict[str, int | None] = {}  # noqa: RUF012
     clock: Clock
 
     def __init__(
@@ -51,7 +52,9 @@ class Stub:
         folder: Path,
         limit: float,
         said: Any = None,
+        threads: int | None = None,
     ) -> None:
+        self.threads[name] = threads
         self.name, self.limit, self.begun, self.known = name, limit, self.clock.now, report.known()
         self.running.add(name)
         self.together.append(set(self.running))
@@ -74,7 +77,13 @@ class Stub:
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(Stub, "clock", made, raising=False)
-    for name, empty in (("FOUND", {}), ("running", set()), ("together", []), ("pages", [])):
+    for name, empty in (
+        ("FOUND", {}),
+        ("running", set()),
+        ("together", []),
+        ("pages", []),
+        ("threads", {}),
+    ):
         monkeypatch.setattr(Stub, name, empty)
     monkeypatch.setattr(gpu, "Child", Stub)
     monkeypatch.setattr(gpu, "time", made)
@@ -103,6 +112,15 @@ def test_no_failure_and_no_wrong_number_ends_the_run(clock: Clock, tmp_path: Pat
     assert all(
         len(names) == 1 or names <= {"probe", "algorithms", "agreement"} for names in Stub.together
     )
+
+
+def test_sections_at_the_same_time_share_the_processor(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    gpu.main([*TINY, "--minutes", "8"])
+    assert {Stub.threads[name] for name in ("probe", "algorithms", "agreement")} == {5}
+    assert Stub.threads["sft"] is None
 
 
 def test_results_are_written_after_each_section_and_kept(clock: Clock, tmp_path: Path) -> None:
@@ -187,6 +205,79 @@ def test_a_section_is_ended_with_what_it_started(
         time.sleep(0.01)
 
 
+def child_of(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: gpu.Report, **more: Any
+) -> gpu.Child:
+    """A section's process that runs this program."""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    monkeypatch.setattr(gpu, "__file__", str(path))
+    chosen = argparse.Namespace(device=None, config=None, minutes=None, tiny=False, profile=False)
+    return gpu.Child("limits", chosen, report, tmp_path, 1e9, **more)
+
+
+FACTS = {"versions": {}, "device": "", "command": "", "commit": ""}
+
+
+def test_what_outlives_a_section_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold the pipe open that takes what the program prints."""
+    program = (
+        "import subprocess, sys, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
+    )
+    report = gpu.Report(FACTS, None)
+    child_of(program, tmp_path, monkeypatch, report).finish(report)
+    assert report.failed == {}
+    state = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    begun = time.monotonic()
+    while state.is_file() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() - begun < 60
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_the_share_of_the_processor_is_the_process_s(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    report = gpu.Report(FACTS, None)
+    program = f"import os, sys\nsys.exit(int(os.environ['OMP_NUM_THREADS']) != {given or 5})\n"
+    child_of(program, tmp_path, monkeypatch, report, threads=5).finish(report)
+    assert report.failed == {}
+
+
+def test_a_section_that_raises_leaves_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: Run) -> None:
+        run.add("before", 1.0, "s")
+        raise ValueError("no room\nand more")
+
+    monkeypatch.setattr(gpu, "RUNS", {"limits": (fail, 60)})
+    run = run_of(tmp_path)
+    with pytest.raises(ValueError, match="no room"):
+        gpu._section("limits", run)
+    found = json.loads(run.record.read_text())
+    assert found["rows"][0]["what"] == "before"
+    assert found["details"]["raised"] == "ValueError: no room"
+    assert any("raise ValueError" in line for line in found["details"]["traceback"])
+    program = (
+        "import pathlib, sys\n"
+        "record = pathlib.Path(sys.argv[sys.argv.index('--record') + 1])\n"
+        f"record.write_text({json.dumps(found)!r})\n"
+        "sys.exit(1)\n"
+    )
+    report = gpu.Report(FACTS, None)
+    child_of(program, tmp_path, monkeypatch, report).finish(report)
+    assert report.failed == {"limits": "exit code 1, ValueError: no room"}
+
+
 @pytest.mark.parametrize("words", [["--second"], ["--minutes", "0"], ["--minutes", "8", "--first"]])
 def test_words_that_do_not_go_together(
     words: list[str], capsys: pytest.CaptureFixture[str]
@@ -202,31 +293,144 @@ def run_of(tmp_path: Path, **settings: Any) -> Run:
     )
 
 
+class Pytest:
+    """In place of pytest: lines that it prints, and how it was called."""
+
+    lines: tuple[str, ...] = ()
+    code = 0
+    asked: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, words: list[str], **how: Any) -> None:
+        self.asked.update(words=words, environment=how["env"])
+        self.stdout = iter(self.lines)
+
+    def wait(self) -> int:
+        return self.code
+
+
+@pytest.fixture
+def fake_pytest(monkeypatch: pytest.MonkeyPatch) -> type[Pytest]:
+    monkeypatch.setattr(subprocess, "Popen", Pytest)
+    monkeypatch.setattr(Pytest, "asked", {})
+    monkeypatch.setattr(Pytest, "code", 0)
+    monkeypatch.setattr(Pytest, "lines", ("tests/a.py::test_b PASSED [50%]\n",))
+    return Pytest
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_tests_find_weft_where_it_is_not_installed(
-    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: bool, fake_pytest: type[Pytest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import gpu_sections
-
-    asked: dict[str, Any] = {}
-
-    class Pytest:
-        stdout = ("tests/a.py::test_b PASSED [50%]\n", "tests/a.py::test_c SKIPPED (no) [100%]\n")
-
-        def __init__(self, words: list[str], **how: Any) -> None:
-            asked.update(words=words, path=how["env"]["PYTHONPATH"])
-
-        def wait(self) -> int:
-            return 0
-
-    monkeypatch.setattr(subprocess, "Popen", Pytest)
+    fake_pytest.lines = (*fake_pytest.lines, "tests/a.py::test_c SKIPPED (no) [100%]\n")
     monkeypatch.setenv("PYTHONPATH", "carried")
     run = run_of(tmp_path, quick=quick)
     gpu_sections.tests(run)
-    assert asked["path"] == f"{ROOT / 'src'}{os.pathsep}carried"
+    asked = fake_pytest.asked
+    assert asked["environment"]["PYTHONPATH"] == f"{ROOT / 'src'}{os.pathsep}carried"
     assert ("-k" in asked["words"]) is quick, "in a short run those that need the device alone"
     values = {row["what"]: row["value"] for row in run.rows}
     assert values["tests: passed"] == values["tests: skipped"] == 1 and not run.wrong
+
+
+@pytest.mark.parametrize("native", [None, "0"])
+def test_tests_compile_no_kernels_for_the_cpu_where_they_are_switched_off(
+    native: str | None, fake_pytest: type[Pytest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests drop the variables of the user's shell but those that are asked for."""
+    from tests import environment
+
+    if native is None:
+        monkeypatch.delenv("WEFT_NATIVE", raising=False)
+    else:
+        monkeypatch.setenv("WEFT_NATIVE", native)
+    gpu_sections.tests(run_of(tmp_path))
+    made = environment.cleaned(fake_pytest.asked["environment"], tmp_path)
+    assert made.get("WEFT_NATIVE") == native
+
+
+def test_tests_that_are_ended_leave_their_outcomes(
+    fake_pytest: type[Pytest], tmp_path: Path
+) -> None:
+    """The record after each line of pytest's; a test that failed is a note."""
+    run, counts = run_of(tmp_path), []
+
+    def lines() -> Iterator[str]:
+        for outcome in ("PASSED", "FAILED", "PASSED"):
+            yield f"tests/a.py::test_{len(counts)} {outcome} [9%]\n"
+            found = json.loads(run.record.read_text())["rows"]
+            counts.append({row["what"]: row["value"] for row in found})
+        yield "FAILED tests/a.py::test_1 - assert 1 == 2\n"
+
+    fake_pytest.lines, fake_pytest.code = lines(), 1  # type: ignore[assignment]
+    gpu_sections.tests(run)
+    assert [each["tests: passed"] for each in counts] == [1, 1, 2]
+    assert [each["tests: failed"] for each in counts] == [0, 1, 1]
+    assert run.details["notes"] == ["FAILED tests/a.py::test_1 - assert 1 == 2"]
+    assert len(run.rows) == 5 and run.wrong == ["tests: exit code of pytest: 1, at most 0"]
+
+
+@pytest.mark.parametrize(("outcome", "count"), [("PASSED", 0), ("SKIPPED", 1)])
+def test_on_a_gpu_tests_have_to_run(
+    outcome: str, count: int, fake_pytest: type[Pytest], tmp_path: Path
+) -> None:
+    fake_pytest.lines = (f"tests/a.py::test_b {outcome} [50%]\n",)
+    run = Run(gpu.SMALL, gpu.Where(torch.device("cuda"), "bfloat16"), tmp_path / "record.json")
+    gpu_sections.tests(run)
+    assert run.wrong == ["tests: none ran on the device"][:count]
+
+
+def test_a_short_run_measures_the_passes_of_a_profile_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_profile
+    from weft.engine import measure
+
+    monkeypatch.setattr(measure, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_profile, "MOST_TOKENS", 128)
+    monkeypatch.setattr(gpu_profile, "_call_command", lambda *_: pytest.fail("the command ran"))
+    run = run_of(tmp_path, quick=True)
+    gpu_profile.plan_profile(run)
+    values = {row["what"]: row["value"] for row in run.rows}
+    known, measured = (
+        values[f"plan: forecast from {name}"] for name in ("the data sheet", "the profile")
+    )
+    assert measured > 0 and measured != known, "the measured passes are used"
+    assert set(run.details["passes"]) == {"full", "adapters", "score"}
+    assert len(run.details["left_out"]) == 1
+
+
+def test_a_grpo_step_that_ends_early_leaves_the_figures_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_backends
+
+    drained, usual = [], gpu_backends.drain
+
+    def drain(generator: Any) -> Any:
+        drained.append(generator)
+        if len(drained) == 2:
+            raise KeyboardInterrupt
+        return usual(generator)
+
+    monkeypatch.setattr(gpu_backends, "drain", drain)
+    run = run_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_sections.grpo(run)
+    names = [row["what"] for row in json.loads(run.record.read_text())["rows"]]
+    assert "grpo, first step: generation" in names and "grpo: generation" not in names
+
+
+def test_a_gpu_is_described_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "580.159, 143771 MiB, 1980 MHz, 700.00 W, Enabled, Disabled\n"
+    monkeypatch.setattr(gpu, "_output", lambda *words: said if words[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    chosen = argparse.Namespace(commit="abc", tiny=False)
+    facts = gpu._provenance(gpu.Where(torch.device("cuda"), "bfloat16"), [], chosen)
+    assert facts["gpu"] == "H200" and facts["device"] == "NVIDIA H200" and facts["commit"] == "abc"
+    assert facts["gpu_facts"]["memory"] == "143771 MiB" and facts["gpu_facts"]["MIG"] == "Disabled"
+    assert set(facts["versions"]) >= {"python", "torch", "transformers", "numpy"}
+    monkeypatch.setattr(gpu, "_output", lambda *_: "")
+    assert gpu._ask_driver() == {}, "nvidia-smi that fails or hangs"
 
 
 def test_operations_of_a_step_are_those_that_the_engine_counts(

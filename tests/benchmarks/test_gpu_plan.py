@@ -6,6 +6,7 @@ No torch, no GPU.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,17 @@ def test_the_slowest_step_of_sft_is_the_one_with_the_lowest_mfu() -> None:
         == "sft, mixed lengths"
     )
     assert gpu_plan.slowest([]) is None
+
+
+def test_the_readme_has_the_limits() -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text().split("| command | sections")[1]
+    found: list[tuple[str, int]] = []
+    for row in table.split("\n\n")[0].splitlines()[2:]:
+        _, _, sections, seconds, _ = row.split("|")
+        names = [name for name in re.findall(r"`(\w+)`", sections) if name in EVERY]
+        if names:
+            found += zip(names, map(int, seconds.split(",")), strict=True)
+    assert found == [(name, EVERY[name].limit) for name in (*FIRST, *SECOND)]
 
 
 def test_every_section_of_the_plan_can_run() -> None:

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -164,12 +165,21 @@ class Stream:
 
 
 class Event:
-    def __init__(self, stream: Stream, number: int) -> None:
-        self.stream, self.number = stream, number
+    def __init__(
+        self, stream: Stream | None = None, number: int = 0, *, enable_timing: bool = False
+    ) -> None:
+        self.stream, self.number = stream or USUAL, number
 
     def synchronize(self) -> None:
         _waits("event")
         self.stream.reach(self.number)
+
+    def record(self, stream: Stream) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host, which computes what it is asked for at once."""
+        return 1e3 * (end.seconds - self.seconds)
 
 
 def synchronize(*_: Any) -> None:

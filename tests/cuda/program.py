@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -18,14 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.cuda.device import ADDED, LAUNCHES, WAITS, StandIn  # before torch
+from tests.cuda.device import ADDED, LAUNCHES, PROPERTIES, WAITS, StandIn  # before torch
 
 # isort: split
 import pytest
 import torch
 
 from benchmarks import gpu as gpu_benchmark
-from benchmarks import gpu_backends
 from tests.bounds import assert_within, gamma, product_bound
 from tests.cuda import kernels
 from tests.engine.common import Nll, batch_of, engine_of
@@ -77,20 +77,20 @@ def gpu(folder: Path) -> None:
     """The sections of `benchmarks/gpu.py` on tiny sizes, one after the other in this process, with
     prompts that are long enough to be shared. Nothing is compiled for a device that is not there.
     """
-    gpu_backends.trainers = lambda where: [("sdpa", False)]
-    gpu_backends.caches = lambda where: ["dynamic"]
+    PROPERTIES.name = "NVIDIA H200"
     gpu_benchmark.SMALL = replace(gpu_benchmark.SMALL, decode=(1, 3, 300), grpo=(2, 300, 2, 6))
     record, rows = folder / "record.json", {}
-    for name in ("limits", "agreement", "sft", "decode", "ragged", "grpo"):
-        assert (
-            gpu_benchmark.main(
-                ["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]
-            )
-            == 0
-        )
+    sections = ("limits", "probe", "agreement", "sft", "decode", "grpo", "lora")
+    for name in (*sections, "decode_profile", "sft_profile", "ragged", "plan_profile"):
+        words = ["--device", "cuda", "--tiny", "--minutes", "8"]  # as where time is short
+        words += ["--section", name, "--record", str(record)]
+        assert gpu_benchmark.main(words) == 0
         found = json.loads(record.read_text())
         assert not found["wrong"], found["wrong"]
         rows |= {row["what"]: row["value"] for row in found["rows"]}
+    for what, promised in (("matrix products", 989.0), ("copies", 4800.0)):
+        share = rows[f"{what}: share of the data sheet"]
+        assert math.isclose(share, rows[what] / promised), (what, share)
     # Of log-probs of about 6, from states that bfloat16 keeps 8 bits of.
     differ = {what: value for what, value in rows.items() if what.endswith("differ at most")}
     assert len(differ) == 4 and max(differ.values()) < 0.03, differ
