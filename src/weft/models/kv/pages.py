@@ -405,11 +405,9 @@ class PagePool:
     def build_packed(self, step: Tensor, tokens: Tensor | None = None) -> Packed:
         """Return the network's input for a decode step, computed on the device from `step`.
 
-        `step` is the matrix that `PagedCache.step` returns. `tokens`, int64 [R], replace its
-        tokens.
+        `step` is the matrix that `PagedCache.step` returns; `tokens`, int64 [R], replace its tokens.
         """
-        if tokens is None:
-            tokens = step[:, TOKEN].long()
+        tokens = step[:, TOKEN].long() if tokens is None else tokens
         positions = step[:, POSITION].long()
         storage_indices = step[:, STORAGE_INDEX].long()
         context = Paged(
