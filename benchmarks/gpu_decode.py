@@ -4,12 +4,14 @@ time goes.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import gpu_backends
 from benchmarks.gpu_run import Run
+from weft.kernels import fused
 
 WARM = 24  # decode steps before the timed ones
 SPARE = 32  # tokens that a sequence may get beyond the timed steps
@@ -155,20 +157,38 @@ def say_preempted(run: Run, what: str, generator: Any) -> None:
 
 def decode_profile(run: Run) -> None:
     """Which kernels take the time of eight decode steps at the number of sequences that is compared
-    with `generate`.
+    with `generate`: first torch's, then weft's where it has any.
     """
-    sizes = run.sizes
+    _profile_steps(run, "decode", "")
+    # In this process alone; the networks and graphs of the steps before are gone.
+    os.environ[fused.VARIABLE] = "all"
+    fused.read_switches.cache_clear()
+    _profile_steps(run, "decode_fused", ", fused kernels")
+
+
+def _profile_steps(run: Run, profile: str, which: str) -> None:
+    """Profile decode steps, and compare their log-probs with recomputed ones."""
+    from benchmarks.gpu_sections import free
+
+    sizes, count = run.sizes, run.sizes.compared
+    free(run.where)
     made = gpu_backends.engine(sizes.config, run.where, trained=False)
     prompt = max(1, sizes.decode[-1] - WARM)
     with made.generating(sampling(WARM + SPARE)) as generator:
-        _begin(run, generator, sizes.compared, prompt)
+        _begin(run, generator, count, prompt)
         by = gpu_backends.decoding_attention(generator, run.where)
         (seconds,) = run.where.seconds(lambda: [generator.step() for _ in range(8)], 1)
-        run.add(
-            f"decode, {sizes.compared} sequences: the profiled step", 1e3 * seconds / 8, "ms", by=by
-        )
-        run.profiled("decode", lambda: [generator.step() for _ in range(8)])
-        generator.abort([str(i) for i in range(sizes.compared)])
+        what = f"decode, {count} sequences{which}: the profiled step"
+        run.add(what, 1e3 * seconds / 8, "ms", by=by)
+        run.profiled(profile, lambda: [generator.step() for _ in range(8)])
+        generator.abort([str(i) for i in range(count)])
+    asked = gpu_backends.requests(4, 50, 1, sizes.config["vocab_size"])
+    with made.generating(sampling(40)) as generator:
+        generator.submit(asked)
+        batch = gpu_backends.sample_of(asked, gpu_backends.drain(generator), 1)
+    again = made.forward(batch, frozenset({"logprobs"})).data["logprobs"].float()
+    gap = (again - batch.data["logprobs"].float().to(again.device)).abs().mean()
+    run.add(f"sampled and recomputed{which}: mean gap of the profile", float(gap), "", by=by)
 
 
 def graphs_found(run: Run, what: str, generator: Any) -> dict[str, Any]:

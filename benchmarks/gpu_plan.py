@@ -66,7 +66,11 @@ EVERY: Mapping[str, Section] = {
         Section("grpo", "A GRPO step and where its time goes.", 60),
         Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 55),
         Section("tests", "The tests of the repository that need a GPU.", 60),
-        Section("decode_profile", "Which kernels take the time of a decode step.", 35),
+        Section(
+            "decode_profile",
+            "Which kernels take the time of a decode step: torch's, and weft's (`WEFT_GPU_KERNELS`).",
+            50,
+        ),
         Section(
             "sft_profile",
             "Which kernels take the time of a training step: the slowest of `sft`.",
