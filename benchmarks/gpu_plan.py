@@ -69,7 +69,7 @@ EVERY: Mapping[str, Section] = {
         Section(
             "decode_profile",
             "Which kernels take the time of a decode step: torch's, and weft's (`WEFT_GPU_KERNELS`).",
-            50,
+            45,
         ),
         Section(
             "sft_profile",
@@ -77,12 +77,12 @@ EVERY: Mapping[str, Section] = {
             35,
         ),
         Section(
-            "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 45
+            "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 40
         ),
         Section(
             "options", "The training step of `sft` with each option that may make it faster.", 60
         ),
-        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 60),
+        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 57),
         Section(
             "plan_profile",
             "Forecasts of a training step of `sft`: from the GPU's data sheet, and from passes "
