@@ -61,10 +61,10 @@ EVERY: Mapping[str, Section] = {
         Section(
             "decode",
             "Steady decode steps, against the bytes that each must read and against `generate`.",
-            70,
+            80,
         ),
         Section("grpo", "A GRPO step and where its time goes.", 60),
-        Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 55),
+        Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 45),
         Section("tests", "The tests of the repository that need a GPU.", 60),
         Section(
             "decode_profile",
