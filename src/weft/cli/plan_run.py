@@ -195,6 +195,9 @@ def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict
         "run_seconds": None if steps is None else base.step.compute_run_seconds(steps),
         "bound": base.compute_shares(),
         "rows_per_step": base.rows,
+        "dtypes": {
+            role: network.settings.dtype for role, network in base.step.problem.networks.items()
+        },
         "device": base.device,
         "devices": base.experiment.num_devices,
         "memory_gb": base.needed / GIB,
