@@ -76,14 +76,14 @@ def build_memory_settings(spec: ModelSpec, device: torch.device) -> MemorySettin
     """
     from weft import kernels
     from weft.engine.torch.engine import choose_dtype
-    from weft.models.network.output_projection import LEAST_CHUNK_ROWS, get_chunk_cells
+    from weft.models.network.output_projection import MIN_CHUNK_ROWS, get_chunk_cells
 
     dtype = choose_dtype(spec)
     on_cpu = device.type == "cpu"
     plain = on_cpu and dtype == "float32"
     has_kernels = plain and kernels.cpu_library() is not None
     return replace(
-        build_settings(spec, dtype, device.type, LEAST_CHUNK_ROWS),
+        build_settings(spec, dtype, device.type, MIN_CHUNK_ROWS),
         chunk_cells=get_chunk_cells(device),
         packs=plain and not has_kernels,
         in_place=has_kernels,
