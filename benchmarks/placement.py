@@ -240,12 +240,12 @@ def list_shared_layouts(problem: PlacementProblem) -> Iterator[list[int]]:
 
 def anneal(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search without branch and bound of all calls together."""
-    limits = search.FIRST_PLACEMENTS, search.MOST_PLACEMENTS
-    search.FIRST_PLACEMENTS = search.MOST_PLACEMENTS = 0
+    limits = search.FIRST_PLACEMENTS, search.MAX_PLACEMENTS
+    search.FIRST_PLACEMENTS = search.MAX_PLACEMENTS = 0
     try:
         return search_placement(problem, start)
     finally:
-        search.FIRST_PLACEMENTS, search.MOST_PLACEMENTS = limits
+        search.FIRST_PLACEMENTS, search.MAX_PLACEMENTS = limits
 
 
 def format_fitting(value: float, excess: float) -> str:

@@ -136,7 +136,7 @@ def test_a_folder_of_very_many_files_is_not_searched(
     for name in ("x", "a/y"):
         (tmp_path / name).touch()
     assert sorted(reading.iterate_files(tmp_path, "path")) == [tmp_path / "a" / "y", tmp_path / "x"]
-    monkeypatch.setattr(reading, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(reading, "MAX_ENTRIES", 2)
     with pytest.raises(UserError, match=r"^path: more than 2 files"):
         list(reading.iterate_files(tmp_path, "path"))
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from weft.redaction import redact
 
 MAX_REPORTS = 20
-MOST_NAMES = 40  # names listed in an error message
-LEAST_SIMILARITY = 0.65  # least `SequenceMatcher` ratio of two similar names
-MOST_SIMILARITY_GAP = 0.15  # greatest distance in ratio from the most similar name
+MAX_NAMES = 40  # names listed in an error message
+MIN_SIMILARITY = 0.65  # least `SequenceMatcher` ratio of two similar names
+MAX_SIMILARITY_GAP = 0.15  # greatest distance in ratio from the most similar name
 # PART: ratio assigned to a name with a word that starts with the typed text.
-# LEAST_PART: minimum length of that text.
+# MIN_SUBSTRING: minimum length of that text.
 SUBSTRING_SIMILARITY = 0.75
-LEAST_SUBSTRING = 3
+MIN_SUBSTRING = 3
 LONGEST_NAME = 200  # characters of a name that are compared
 # Texts of gloo, NCCL and torch store errors about a lost peer. gloo and NCCL raise a plain
 # RuntimeError.
@@ -146,12 +146,11 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     candidates = []
     for other in sorted(each for each in set(known) if each != name):
         matcher.set_seq1(other.lower())
-        is_part = len(short) >= LEAST_SUBSTRING and re.search(
+        is_part = len(short) >= MIN_SUBSTRING and re.search(
             rf"(?<![^\W_]){re.escape(short)}", other.lower()
         )
         if is_part or (
-            matcher.real_quick_ratio() >= LEAST_SIMILARITY
-            and matcher.quick_ratio() >= LEAST_SIMILARITY
+            matcher.real_quick_ratio() >= MIN_SIMILARITY and matcher.quick_ratio() >= MIN_SIMILARITY
         ):
             ratio = matcher.ratio()
             candidates.append(
@@ -161,7 +160,7 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     near = [
         each
         for each in candidates
-        if each[0] >= LEAST_SIMILARITY and each[0] >= best - MOST_SIMILARITY_GAP
+        if each[0] >= MIN_SIMILARITY and each[0] >= best - MAX_SIMILARITY_GAP
     ]
     return [other for _, other in sorted(near, key=lambda each: -each[0])[:count]]
 
@@ -184,7 +183,7 @@ def build_unknown_name_error(kind: str, name: str, known: Iterable[str]) -> Conf
     """
     names = sorted(known)
     close = find_nearest(name, names)
-    if len(names) <= MOST_NAMES:
+    if len(names) <= MAX_NAMES:
         listed = ", ".join(names)
     else:
         listed = f"{len(names)} names, none of them like it"

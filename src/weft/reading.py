@@ -30,11 +30,11 @@ from weft.errors import UserError, WeftError, find_nearest
 if TYPE_CHECKING:
     import yaml
 
-MOST_BYTES = 1 << 26  # largest JSON or text file
-MOST_YAML = 1 << 22
-MOST_VALUES = 100_000  # values in a YAML file after expanding aliases
-MOST_DEPTH = 100
-MOST_ENTRIES = 200_000  # files and folders below a searched folder
+MAX_BYTES = 1 << 26  # largest JSON or text file
+MAX_YAML = 1 << 22
+MAX_VALUES = 100_000  # values in a YAML file after expanding aliases
+MAX_DEPTH = 100
+MAX_ENTRIES = 200_000  # files and folders below a searched folder
 ROOT = "is the root of the file system; name a folder below it"
 SHOWN = 300  # characters of a library's message that are shown
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -190,7 +190,7 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
 def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Iterate over all files below a folder, without following links to folders.
 
-    Raises `kind` if the folder is the root of the file system or contains more than `MOST_ENTRIES`
+    Raises `kind` if the folder is the root of the file system or contains more than `MAX_ENTRIES`
     files and folders, as the path is then probably a mistake. The message begins with `what`.
     """
     if is_root(folder):
@@ -198,9 +198,9 @@ def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) ->
     count = 0
     for place, folders, names in os.walk(folder):
         count += len(folders) + len(names)
-        if count > MOST_ENTRIES:
+        if count > MAX_ENTRIES:
             raise kind(
-                f"{what}: more than {MOST_ENTRIES:,} files and folders are below it; name a "
+                f"{what}: more than {MAX_ENTRIES:,} files and folders are below it; name a "
                 f"smaller folder"
             )
         yield from (Path(place, name) for name in names)
@@ -230,7 +230,7 @@ def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> Non
 
 
 def read_text(
-    path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MOST_BYTES
+    path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MAX_BYTES
 ) -> str:
     """Return the text of a file.
 
@@ -291,7 +291,7 @@ def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) ->
     Raises `kind` if the file cannot be read or is not YAML. The message begins with `what` and, for
     invalid YAML, has the line number.
     """
-    values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
+    values, _ = parse_yaml(read_text(path, what, kind, MAX_YAML), what, kind)
     return values
 
 
@@ -355,14 +355,14 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
     while stack:
         node, depth = stack.pop()
         count += 1
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             line = node.start_mark.line + 1
             raise kind(
-                f"{what}:{line}: contains itself, or is nested deeper than {MOST_DEPTH} levels"
+                f"{what}:{line}: contains itself, or is nested deeper than {MAX_DEPTH} levels"
             )
-        if count > MOST_VALUES:
+        if count > MAX_VALUES:
             raise kind(
-                f"{what}: contains more than {MOST_VALUES:,} values; aliases (*name) count each "
+                f"{what}: contains more than {MAX_VALUES:,} values; aliases (*name) count each "
                 f"time they are used"
             )
         if isinstance(node, yaml.MappingNode):

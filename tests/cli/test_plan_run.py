@@ -106,6 +106,18 @@ def test_the_page_names_times_memory_and_lengths(capsys: pytest.CaptureFixture[s
     assert "set max_steps=N" in page and "options  " not in page
 
 
+def test_products_in_float32_are_named_on_gpus_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, call in (
+        (("model.dtype=float32",), "s, mostly products in float32\n"),
+        (("model.dtype=bfloat16",), "s, mostly products\n"),
+        (("model.dtype=float32", "device=cpu"), "s, mostly products\n"),
+    ):
+        assert main(["plan", "run", *LARGE_WORDS, *words, "--no-options"]) == 0
+        assert call in capsys.readouterr().out
+    found = report(capsys, *LARGE_WORDS, "model.dtype=float32", "--no-options")
+    assert found["dtypes"] == {"model": "float32"}
+
+
 def test_the_options_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft", "model.path=tiny", "search.gpu=T4", "model.dtype=bfloat16", "--no-data")
     assert main(["plan", "run", *words]) == 0

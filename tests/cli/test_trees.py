@@ -47,12 +47,6 @@ def test_filter(trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert 0 < len(replies) < 100 and max(replies) == 1  # trees that a model began are left out
     assert main(["trees", "filter", trees, str(out), "--lang", "de"]) == 0 and read(out) == []
     assert "warning: no tree of " in capsys.readouterr().err
-    for words, wrong in (
-        (["--least", "quality"], r"must be LABEL=NUMBER"),
-        (["--top-k", "0"], "must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=wrong):
-            main(["trees", "filter", trees, str(out), *words])
 
 
 def test_split_by_tree(trees: str, tmp_path: Path) -> None:
@@ -65,8 +59,27 @@ def test_split_by_tree(trees: str, tmp_path: Path) -> None:
         found.append([{tree["message_tree_id"] for tree in read(file)} for file in files])
     assert [len(part) for part in found[0]] == [80, 20] and not found[0][0] & found[0][1]
     assert found[0] == found[1] != found[2]
-    with pytest.raises(ConfigError, match=r"--valid 1.0: must be between 0 and 1"):
-        main(["trees", "split", trees, *map(str, files), "--valid", "1"])
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("filter", ["--top-k", "0"], "--top-k 0: must be at least 1"),
+        ("filter", ["--least", "quality"], "--least quality: must be LABEL=NUMBER"),
+        ("filter", ["--most", "toxicity=x"], "--most toxicity=x: must be LABEL=NUMBER"),
+        ("split", ["VALID.jsonl", "--valid", "1"], "--valid 1.0: must be between 0 and 1"),
+        ("split", ["valid.json"], r"valid.json: must end in .jsonl or .jsonl.gz"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read_or_written(
+    command: str, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = Path("out.jsonl")
+    output.write_text("kept\n")
+    with pytest.raises(ConfigError, match=message):  # a file that is missing would be a DataError
+        main(["trees", command, "missing.jsonl", str(output), *words])
+    assert output.read_text() == "kept\n" and list(tmp_path.iterdir()) == [tmp_path / output]
 
 
 def test_flattened_and_built_again(

@@ -39,7 +39,7 @@ groups = st.lists(
 
 @pytest.fixture(autouse=True)
 def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LEAST_PROMPT", 1)
+    monkeypatch.setattr(rows, "MIN_PROMPT", 1)
 
 
 def outputs_of(
@@ -158,7 +158,7 @@ def test_what_cannot_be_joined_is_repeated() -> None:
 def test_single_completions_and_short_prompts_are_packed_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rows, "LEAST_PROMPT", 16)
+    monkeypatch.setattr(rows, "MIN_PROMPT", 16)
     batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
     assert not PackLayout.from_sample(batch).share_by_id().prefix.any()
     pair = batch_of([(16, [3, 4])])

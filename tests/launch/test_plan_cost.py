@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.test_plan import LARGE
 from tests.tiny import prompt_answer_rows, write_jsonl
 from weft.cli.main import main
+from weft.cli.plan_run import build_planned_config
+from weft.engine.torch.network_source import NetworkSource
 from weft.errors import ConfigError
-from weft.launch.plan_cost import DeviceOption, format_cost_table, parse_prices
+from weft.launch.plan_cost import DeviceOption, compare_devices, format_cost_table, parse_prices
+from weft.models.network.transformer import Transformer
 
 FITS = DeviceOption("H100", 2, 1.8, 2.0**30, 2.0**36, 2.5)
 
@@ -91,6 +96,26 @@ def test_a_table_for_a_model_that_is_a_config_alone(
     assert main([*words, *prices, "--devices", "4", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["steps"] is None and made["options"][0]["step_seconds"] > 0
+
+
+def test_networks_are_built_once_for_all_types_of_gpus(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build_planned_config(words[2:])
+    build = NetworkSource.build_network
+    num_built = Counter[str]()
+
+    def compare(*gpus: str) -> list[DeviceOption]:
+        def count_and_build(self: NetworkSource, *args: Any, **options: Any) -> Transformer:
+            num_built[" ".join(gpus)] += 1
+            return build(self, *args, **options)
+
+        monkeypatch.setattr(NetworkSource, "build_network", count_and_build)
+        return compare_devices(config, dict.fromkeys(gpus, 1.0), [1, 2])
+
+    together = compare("H100", "H800", "A100")
+    assert together == [*compare("H100"), *compare("H800"), *compare("A100")]
+    assert num_built["H100 H800 A100"] == num_built["H100"] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -100,6 +101,56 @@ def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
     assert "export GREETING='good day, '\"'\"'you'\"'\"''" in lines
     assert "'/opt/py thon' -m tests.launch.on_nodes quickstart sft 'a='\"'\"'b c'\"'\"''" in text
     assert "--num-gpus=8" in text
+
+
+# Stand-ins for Slurm's commands and for Python in a job of one node
+COMMANDS = {
+    "scontrol": "echo n1",
+    "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
+    "python": """
+case "$*" in
+    "-m ray.scripts.scripts start "*) echo "$@" > "$RAY_WORDS" ;;
+    "-c import grpc") exit "$GRPC_MISSING" ;;
+    "-c "*getsockname*) echo 10.0.0.1 ;;
+    "-c "*ray.init*) until [ -s "$RAY_WORDS" ]; do sleep 0.02; done ;;
+esac""",
+}
+
+
+def list_ray_ports(folder: Path, job: int, *, has_grpc: bool = True) -> dict[str, int]:
+    """Run the script of a job with `COMMANDS`; return the ports in the arguments of `ray start`."""
+    folder.mkdir()
+    for name, text in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    spec = SlurmSpec(python=str(folder / "python"))
+    words = folder / "words"
+    env = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RAY_WORDS": str(words),
+        "GRPC_MISSING": str(int(not has_grpc)),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_CPUS_ON_NODE": "2",
+    }
+    script = slurm.build_script(request(folder / "e" / "t", "count", spec=spec, n_nodes=1))
+    subprocess.run(["bash", "-c", script], env=env, check=True, capture_output=True, timeout=60)
+    return {name: int(port) for name, port in re.findall(r"--(\S*port)=(\d+)", words.read_text())}
+
+
+def test_two_jobs_on_one_node_use_different_ports(tmp_path: Path) -> None:
+    """Ray chooses a free port where an option is 0; without an option, some ports are fixed."""
+    first, second = (list_ray_ports(tmp_path / str(job), job) for job in (9_000_001, 9_000_002))
+    fixed = {"port", "ray-client-server-port"}
+    assert first.keys() == second.keys() >= {*fixed, "dashboard-agent-listen-port"}
+    chosen = [ports[name] for ports in (first, second) for name in fixed]
+    assert len(set(chosen)) == 4 and all(1024 <= port < 32768 for port in chosen)
+    assert not any(port for name, port in first.items() if name not in fixed)
+    # Ray refuses the option if it cannot start a client server.
+    without = list_ray_ports(tmp_path / "minimal", 9_000_003, has_grpc=False)
+    assert without.keys() == first.keys() - {"ray-client-server-port"}
 
 
 def test_containers(tmp_path: Path) -> None:

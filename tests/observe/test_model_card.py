@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.cli.runs import write_run
+from weft.observe.jsonl import read_json
 from weft.observe.model_card import (
     README,
     CardFacts,
@@ -191,6 +194,21 @@ def test_a_model_without_a_run_has_a_short_card(tmp_path: Path) -> None:
     text = build(tmp_path)
     assert read_front_matter(text)["pipeline_tag"] == "text-classification"
     assert "## Use" in text and "## Command" not in text and "## Data" not in text
+
+
+def test_the_configuration_of_a_model_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    files = Counter[str]()
+
+    def count_and_read(path: Path) -> dict[str, Any]:
+        files[path.name] += 1
+        return read_json(path)
+
+    monkeypatch.setattr("weft.observe.model_card.read_json", count_and_read)
+    build(checkpoint)
+    assert files == {"config.json": 1, "run.json": 1}
 
 
 def test_damaged_files_of_a_run_leave_a_card(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def many(seed: int) -> tuple[PlacementProblem, list[int]]:
 def only_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves branch and bound no placements, but for pairs of units."""
     monkeypatch.setattr(search, "FIRST_PLACEMENTS", 0)
-    monkeypatch.setattr(search, "MOST_PLACEMENTS", 0)
+    monkeypatch.setattr(search, "MAX_PLACEMENTS", 0)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -32,7 +32,7 @@ from weft.options import option
 from weft.registry import register_loss
 
 # Lower bound of log-probs, in nats: its exp is 0, and unlike -inf it can be subtracted.
-LEAST_LOGPROB = -1e4
+MIN_LOGPROB = -1e4
 
 
 def compute_kl_divergence(p: Float[Array, "N E"], q: Float[Array, "N E"]) -> Float[Array, "N"]:
@@ -149,7 +149,7 @@ class GKDLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         xp = array_api_compat.array_namespace(out["given_logprobs"])
         student, teacher = (
-            xp.clip(log_probs, LEAST_LOGPROB, None)
+            xp.clip(log_probs, MIN_LOGPROB, None)
             for log_probs in (out["given_logprobs"], batch["teacher_logprobs"])
         )
         losses = compute_generalised_jsd(student, teacher, self.divergence_beta)

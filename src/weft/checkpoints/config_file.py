@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import weft
 from weft.checkpoints.names import ADAPTER, CONFIG, HUB_NAME
 from weft.errors import CheckpointError, find_nearest
-from weft.models.families import LAYER_KEYS, MOST_LAYERS, SIZE_LIMIT
+from weft.models.families import LAYER_KEYS, MAX_LAYERS, SIZE_LIMIT
 from weft.reading import read_model_object, read_object, shorten
 from weft.registry import families
 
@@ -124,7 +124,7 @@ def find_problem(key: str, value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if key in LAYER_KEYS or key in WIDTHS:
-        return _find_size_problem(value, MOST_LAYERS if key in LAYER_KEYS else SIZE_LIMIT - 1)
+        return _find_size_problem(value, MAX_LAYERS if key in LAYER_KEYS else SIZE_LIMIT - 1)
     if key in TOKEN_IDS:
         can_be_list = key == "eos_token_id"
         ids = value if can_be_list and isinstance(value, list) else [value]

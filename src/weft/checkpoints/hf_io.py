@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -421,9 +422,8 @@ def compute_initial_values(
         return torch.full(shape, 0.0 if config.norm == "rms_plus_one" else 1.0)
     low, high = randomness.derive_key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    return torch.randn(shape, generator=generator, dtype=torch.float32) * _compute_initial_std(
-        name, shape, config
-    )
+    std = _compute_initial_std(name, shape, config)
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * std
 
 
 def _compute_initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
@@ -433,9 +433,10 @@ def _compute_initial_std(name: str, shape: tuple[int, ...], config: TransformerC
     return config.initializer_range / (math.sqrt(2 * config.num_layers) if residual else 1.0)
 
 
+@lru_cache(maxsize=64)
 def compute_parameter_shapes(
     config: TransformerConfig, head: Head = "lm"
-) -> dict[str, tuple[int, ...]]:
+) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter, by canonical name, without allocating the parameters."""
     with torch.device("meta"):
         parameters = canonical_values(Transformer(config, head))

@@ -21,6 +21,7 @@ from weft.observe.model_card import (
     append_checksum,
     build_card,
     describe_use,
+    find_architecture,
     find_facts,
     read_card,
     strip_checksum,
@@ -199,7 +200,7 @@ def complete_card(
     if body is None:
         body = build_card(checkpoint, *find_facts(checkpoint))
     body = RESULTS_SECTION.sub("", body)
-    use = "".join(describe_use(folder, repo))
+    use = "".join(describe_use(folder, find_architecture(folder), repo))
     text = USE_SECTION.sub(lambda _: f"{use}\n" if use else "", body)
     if folder == checkpoint:
         text = ADAPTER_ROW.sub("| adapter | merged into the weights |", text)

@@ -125,18 +125,20 @@ def _try_options(
     base: RunForecast, config: RunConfig, rows: RunRows | None
 ) -> list[OptionForecast]:
     """Return a forecast of the run for each of the options that it allows."""
+    from weft.experiments.planned_networks import reuse_descriptions
     from weft.launch.plan_run import OptionForecast, forecast_run, list_run_options
 
     forecasts = []
-    for option in list_run_options(base, config):
-        try:
-            nested: dict[str, Any] = {}
-            for assignment in overrides.parse(option.words):
-                overrides.merge(nested, assignment)
-            changed = read(config, overrides.resolve(nested, to_mapping(config)))
-            forecasts.append(OptionForecast.from_run(option, forecast_run(changed, rows)))
-        except UserError:
-            continue  # the run does not allow this option
+    with reuse_descriptions():
+        for option in list_run_options(base, config):
+            try:
+                nested: dict[str, Any] = {}
+                for assignment in overrides.parse(option.words):
+                    overrides.merge(nested, assignment)
+                changed = read(config, overrides.resolve(nested, to_mapping(config)))
+                forecasts.append(OptionForecast.from_run(option, forecast_run(changed, rows)))
+            except UserError:
+                continue  # the run does not allow this option
     return forecasts
 
 
@@ -193,6 +195,9 @@ def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict
         "run_seconds": None if steps is None else base.step.compute_run_seconds(steps),
         "bound": base.compute_shares(),
         "rows_per_step": base.rows,
+        "dtypes": {
+            role: network.settings.dtype for role, network in base.step.problem.networks.items()
+        },
         "device": base.device,
         "devices": base.experiment.num_devices,
         "memory_gb": base.needed / GIB,

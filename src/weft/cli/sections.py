@@ -13,7 +13,7 @@ import yaml
 
 from weft.cli import dialects
 from weft.errors import ConfigError, find_nearest
-from weft.reading import MOST_YAML, iterate_files, parse_yaml, read_text
+from weft.reading import MAX_YAML, iterate_files, parse_yaml, read_text
 
 OWN_FOLDER = "configs"  # folder of the user's sections, in the working directory
 SHIPPED = "weft"  # name of the built-in sections in messages, in place of a folder
@@ -188,7 +188,7 @@ def read_file(path: Path, display_path: str = "") -> SectionFile:
     """
     display_path = display_path or str(path)
     values, node = parse_yaml(
-        read_text(path, display_path, ConfigError, MOST_YAML), display_path, ConfigError
+        read_text(path, display_path, ConfigError, MAX_YAML), display_path, ConfigError
     )
     if values is None or node is None:
         return SectionFile(())

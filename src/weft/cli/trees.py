@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command in ("stats", *STATS_ALIASES):
         print("\n".join(format_statistics(trees)))
     elif arguments.command == "filter":
-        count = write_json_lines(arguments.output, _prune_trees(trees, arguments))
+        selection = _build_selection(arguments)
+        count = write_json_lines(arguments.output, _prune_trees(trees, selection))
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
                 file=sys.stderr,
             )
     elif arguments.command == "split":
-        _write_splits(list(trees), arguments)
+        _write_splits(trees, arguments)
     elif arguments.command == "flatten":
         count = write_json_lines(
             arguments.output, (message for tree in trees for message in message_trees.flatten(tree))
@@ -152,8 +153,7 @@ def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
     Returns the number of objects. Raises `ConfigError` unless the path ends in .jsonl or .jsonl.gz.
     """
-    if not path.endswith((".jsonl", ".jsonl.gz")):
-        raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
+    _check_output(path)
     count = 0
     with (
         replace_file(Path(path)) as partial,
@@ -163,6 +163,11 @@ def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
             out.write(json.dumps(each, ensure_ascii=False) + "\n")
             count += 1
     return count
+
+
+def _check_output(path: str) -> None:
+    if not path.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
 
 
 def format_statistics(trees: Iterable[Tree]) -> list[str]:
@@ -194,27 +199,33 @@ def format_statistics(trees: Iterable[Tree]) -> list[str]:
     return lines
 
 
-def _prune_trees(trees: Iterable[Tree], arguments: argparse.Namespace) -> Iterator[Tree]:
+def _prune_trees(trees: Iterable[Tree], selection: TreeFilter) -> Iterator[Tree]:
     """Yield the trees that pass the filters, without the messages that do not."""
     for tree in trees:
-        pruned = message_trees.prune(tree, _build_selection(arguments))
+        pruned = message_trees.prune(tree, selection)
         if pruned is not None:
             yield pruned
 
 
-def _write_splits(trees: list[Tree], arguments: argparse.Namespace) -> None:
-    """Write training trees to one file, and the share `--valid` of the trees to another."""
+def _write_splits(trees: Iterable[Tree], arguments: argparse.Namespace) -> None:
+    """Write training trees to one file, and the share `--valid` of the trees to another.
+
+    All options are checked before the first tree is read.
+    """
     if not 0 < arguments.valid < 1:
         raise ConfigError(f"--valid {arguments.valid}: must be between 0 and 1")
+    for path in (arguments.output, arguments.valid_output):
+        _check_output(path)
+    all_trees = list(trees)
     is_held_out = hold_out(
-        [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
+        [f"{arguments.seed}|{tree['message_tree_id']}" for tree in all_trees], arguments.valid
     ).tolist()
     for path, wants_validation in ((arguments.output, False), (arguments.valid_output, True)):
         count = write_json_lines(
             path,
             (
                 tree
-                for tree, is_validation in zip(trees, is_held_out, strict=True)
+                for tree, is_validation in zip(all_trees, is_held_out, strict=True)
                 if is_validation == wants_validation
             ),
         )

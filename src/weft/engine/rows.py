@@ -35,7 +35,7 @@ from weft.models.network.packed import Packed, SamplingSupport
 
 Index = npt.NDArray[np.int64]
 # minimum tokens of a shared prompt; its last token is never shared
-LEAST_PROMPT = 16
+MIN_PROMPT = 16
 KEPT_IDS = 3  # ids of a minibatch that are kept
 KEPT_TOKENS = 65_536  # maximum tokens of all completions of an id; ids with more are not kept
 KEPT_OUTPUTS = ("logprobs", "scores")
@@ -142,14 +142,14 @@ class PackLayout:
     def share_by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
         """Return the layout in which completions of the same id share their prompt.
 
-        A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if sharing
+        A prompt is shared if it has `least` tokens (default `MIN_PROMPT`) or more, and if sharing
         saves the computation of at least `spared` tokens.
         """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
         worth = (
             (others > 0)
-            & (self.prompt >= (LEAST_PROMPT if least is None else least))
+            & (self.prompt >= (MIN_PROMPT if least is None else least))
             & ((self.prompt - 1) * others >= spared)
         )
         return replace(
@@ -161,7 +161,7 @@ class PackLayout:
     def share_by_prefix(self, sample: SequenceSample) -> PackLayout:
         """Return the layout in which prompts share common prefixes, even if their ids differ.
 
-        `sample` must be the sample of this layout. A shared prefix has at least `LEAST_PROMPT` - 1
+        `sample` must be the sample of this layout. A shared prefix has at least `MIN_PROMPT` - 1
         tokens and never contains a prompt's last token (`weft.engine.shared_prefixes`).
         """
         if "prompt" not in sample.data:
@@ -170,7 +170,7 @@ class PackLayout:
         first = self.first.copy()
         prefix = self.prefix.copy()
         for shared in find_shared_prefixes(
-            [prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)
+            [prompts[id] for id in self.group], max(1, MIN_PROMPT - 1)
         ):
             first[list(shared.sequences)], prefix[list(shared.sequences)] = (
                 shared.sequences[0],

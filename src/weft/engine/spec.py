@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec_parts import (
-    LEAST_TEMPERATURE,
+    MIN_TEMPERATURE,
     LoRASpec,
     PrefixSpec,
     check_adapters,
@@ -576,10 +576,10 @@ class GenerationSpec:
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds "
                 f"gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
-        if 0.0 <= self.temperature < LEAST_TEMPERATURE and not self.greedy:
+        if 0.0 <= self.temperature < MIN_TEMPERATURE and not self.greedy:
             raise ConfigError(
                 f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write "
-                f"{LEAST_TEMPERATURE:g} or more, or set gen.greedy=true for the likeliest token"
+                f"{MIN_TEMPERATURE:g} or more, or set gen.greedy=true for the likeliest token"
             )
 
     @property

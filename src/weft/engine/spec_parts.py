@@ -16,12 +16,12 @@ from weft.errors import ConfigError
 from weft.options import option
 
 # Values beyond these limits are treated as mistakes, or would lead to results that are not finite.
-MOST_RANK = 2**16  # rank of adapters
-MOST_SAMPLES = 2**16
-MOST_PASSES = 10_000  # completions of a prompt, passes over a batch
-MOST_CACHE_GB = 1e6
-LEAST_TEMPERATURE = 1e-4  # of sampling
-MOST_ROPE_FACTOR = 1_000_000
+MAX_RANK = 2**16  # rank of adapters
+MAX_SAMPLES = 2**16
+MAX_PASSES = 10_000  # completions of a prompt, passes over a batch
+MAX_CACHE_GB = 1e6
+MIN_TEMPERATURE = 1e-4  # of sampling
+MAX_ROPE_FACTOR = 1_000_000
 # name of the number that each type of RoPE scaling needs
 ROPE_NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}
 
@@ -34,7 +34,7 @@ class LoRASpec:
         0,
         "rank of the adapters; 0: no adapters, train all parameters",
         at_least=0,
-        at_most=MOST_RANK,
+        at_most=MAX_RANK,
     )
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
     dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
@@ -134,7 +134,7 @@ def find_cache_problem(gb: float) -> str | None:
     """Return an error message if `gb` GiB is not a valid maximum size of the KV cache, else None."""
     if not gb > 0.0:
         return "keys and values need memory; write a number above 0, or leave it out"
-    return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"
+    return None if gb <= MAX_CACHE_GB else f"must be at most {MAX_CACHE_GB:g}"
 
 
 def find_rope_problem(value: Any) -> str | None:
@@ -150,11 +150,11 @@ def find_rope_problem(value: Any) -> str | None:
         set(value) != {"type", name}
         or isinstance(number, bool)
         or not isinstance(number, int | float)
-        or not 1 <= number <= MOST_ROPE_FACTOR
+        or not 1 <= number <= MAX_ROPE_FACTOR
     ):
         return (
             f"rope_scaling={value!r}: type {value['type']} takes {name}, a number from 1 to "
-            f"{MOST_ROPE_FACTOR:,}, and nothing else"
+            f"{MAX_ROPE_FACTOR:,}, and nothing else"
         )
     return None
 

@@ -11,7 +11,7 @@ from weft.algorithms.ppo import CORRECTIONS, HighCovariance, PolicyLoss, Sampler
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK, ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
-from weft.engine.spec_parts import MOST_PASSES
+from weft.engine.spec_parts import MAX_PASSES
 from weft.experiments._roles import VARIABLES
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.host.spec import RewardOptions
@@ -31,7 +31,7 @@ class SamplingOptions:
         None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
     )
     ppo_epochs: int = option(
-        1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES
+        1, "passes over each batch of completions", at_least=1, at_most=MAX_PASSES
     )
     pass_rates: PassRates = include(PassRates, count="eval_samples")
     eval_samples: int = option(

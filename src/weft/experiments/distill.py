@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from weft.algorithms.distill import GKDLoss, TeacherAdvantages
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
-from weft.engine.spec_parts import MOST_SAMPLES
+from weft.engine.spec_parts import MAX_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
@@ -79,7 +79,7 @@ class DistillOptions:
         None, "reverse_kl: upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher)"
     )
     samples_per_prompt: int = option(
-        1, "completions that the student samples per prompt", at_least=1, at_most=MOST_SAMPLES
+        1, "completions that the student samples per prompt", at_least=1, at_most=MAX_SAMPLES
     )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(

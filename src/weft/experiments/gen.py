@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.spec_parts import MOST_SAMPLES
+from weft.engine.spec_parts import MAX_SAMPLES
 from weft.experiment import Experiment
 from weft.experiments._assemble import (
     ExperimentParts,
@@ -29,7 +29,7 @@ from weft.registry import register_quickstart
 class GenOptions(MFCOptions, GenerationSpec):
     """Options of the call `gen`: how completions are sampled, and how the call runs."""
 
-    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MAX_SAMPLES)
 
 
 @register_quickstart("gen")

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from weft.algorithms.advantages import GroupAdvantages
 from weft.algorithms.grpo import GRPOLoss
-from weft.engine.spec_parts import MOST_SAMPLES
+from weft.engine.spec_parts import MAX_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._rl_graph import RLGraphBuilder
@@ -35,7 +35,7 @@ class GRPOOptions(PolicyOptions):
         8,
         "completions per prompt; a group baseline needs 2 or more",
         at_least=1,
-        at_most=MOST_SAMPLES,
+        at_most=MAX_SAMPLES,
     )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     loss: GRPOLoss = include(GRPOLoss, max_completion_length="gen.new_token_limit")

@@ -24,7 +24,7 @@ from weft.algorithms.dpo import (
     build_preference_loss,
 )
 from weft.algorithms.preferences import PreferencesByReward
-from weft.engine.spec_parts import MOST_SAMPLES
+from weft.engine.spec_parts import MAX_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._rl_graph import RLGraphBuilder
@@ -61,7 +61,7 @@ class OnlineDPOOptions(SamplingOptions):
         2,
         "completions per prompt, which are compared with each other",
         at_least=2,
-        at_most=MOST_SAMPLES,
+        at_most=MAX_SAMPLES,
     )
     preferences: PreferencesByReward = include(PreferencesByReward)
     loss: PairLossOptions = include(PairLossOptions)

@@ -5,12 +5,14 @@ No weights are read, and the devices need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import ModelSpec, ParallelSpec
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.memory import MemorySettings, NetworkShape, build_settings
 from weft.topology import Layout, Mesh
@@ -23,6 +25,23 @@ if TYPE_CHECKING:
 
 # Modules with a function `planned`, by backend; each is imported when it is needed.
 MODULES = {name: f"weft.engine.backends.{name}" for name in ("torch", "hf", "jax")}
+# Descriptions by mesh, device and spec within `reuse_descriptions`, else None
+_descriptions: ContextVar[dict[tuple[Mesh, str, str], Mapping[str, Any]] | None] = ContextVar(
+    "descriptions", default=None
+)
+
+
+@contextmanager
+def reuse_descriptions() -> Iterator[None]:
+    """Describe equal engines only once within the context, in which no file may change.
+
+    A comparison of many devices describes the same few networks hundreds of times.
+    """
+    token = _descriptions.set({})
+    try:
+        yield
+    finally:
+        _descriptions.reset(token)
 
 
 def describe_planned_engine(
@@ -38,10 +57,15 @@ def describe_planned_engine(
     spec = choose_backend(spec)
     if spec.backend not in MODULES:
         return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
+    spec = replace(spec, planned=True)
+    known = _descriptions.get()
+    key = (mesh, str(device), repr(spec))
+    if known is not None and tokenizer is None and key in known:
+        return known[key]
     backend = import_module(MODULES[spec.backend])
-    description: Mapping[str, Any] = backend.planned(
-        replace(spec, planned=True), mesh, device, tokenizer
-    )
+    description: Mapping[str, Any] = backend.planned(spec, mesh, device, tokenizer)
+    if known is not None and tokenizer is None:
+        known[key] = description
     return description
 
 
@@ -52,14 +76,14 @@ def build_memory_settings(spec: ModelSpec, device: torch.device) -> MemorySettin
     """
     from weft import kernels
     from weft.engine.torch.engine import choose_dtype
-    from weft.models.network.output_projection import LEAST_CHUNK_ROWS, get_chunk_cells
+    from weft.models.network.output_projection import MIN_CHUNK_ROWS, get_chunk_cells
 
     dtype = choose_dtype(spec)
     on_cpu = device.type == "cpu"
     plain = on_cpu and dtype == "float32"
     has_kernels = plain and kernels.cpu_library() is not None
     return replace(
-        build_settings(spec, dtype, device.type, LEAST_CHUNK_ROWS),
+        build_settings(spec, dtype, device.type, MIN_CHUNK_ROWS),
         chunk_cells=get_chunk_cells(device),
         packs=plain and not has_kernels,
         in_place=has_kernels,
@@ -77,6 +101,9 @@ def build_planned_network(
     """
     network = build_decoder_sizes(spec, config, on_gpu=device.type != "cpu")
     spec = replace(spec, dtype=network.settings.dtype)
+    if spec.backend != "jax":  # which reads its layout from the spec
+        # The whole network is the same for all layouts; without them, more specs are equal.
+        spec = replace(spec, layout=None, device_mesh=None, parallel=ParallelSpec())
     facts = describe_planned_engine(spec, Mesh.on_first_devices(Layout()), device)
     sizes = facts.get("sizes")
     if sizes is None:

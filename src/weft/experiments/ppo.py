@@ -8,7 +8,7 @@ from typing import ClassVar
 from weft.algorithms.advantages import GAEAdvantages
 from weft.algorithms.ppo import PPOActorLoss, PPOCriticLoss
 from weft.engine.spec import ModelSpec, OptimizerSpec
-from weft.engine.spec_parts import MOST_SAMPLES
+from weft.engine.spec_parts import MAX_SAMPLES
 from weft.experiment import Experiment
 from weft.experiments._rl_graph import RLGraphBuilder
 from weft.experiments._rl_options import MFCOptions, PolicyConfig, PolicyOptions
@@ -27,7 +27,7 @@ class PPOOptions(PolicyOptions):
     loss: PPOActorLoss = include(PPOActorLoss)
     value_loss: PPOCriticLoss = include(PPOCriticLoss)
     advantages: GAEAdvantages = include(GAEAdvantages)
-    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MAX_SAMPLES)
     critic_init: str | None = option(
         None,
         "initial weights of the critic if critic.path is absent: rew (default if it reads the "

@@ -18,7 +18,7 @@ from weft.kernels.copy_queue import (
     put,
     resize_storage,
 )
-from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
+from weft.kernels.cpu.attention import MAX_DIM as MAX_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
 from weft.kernels.cpu.attention import attend_rows, merge_rows
 from weft.kernels.cpu.attention import attend_to as attend_cache
@@ -33,7 +33,7 @@ from weft.kernels.cpu.cached_forward import (
     PrefixRows,
 )
 from weft.kernels.cpu.cached_forward import serves as serves_network
-from weft.kernels.cpu.library import LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, serves
+from weft.kernels.cpu.library import MIN_QUERIES, MIN_SPARED_KEYS, in_vectors, serves
 from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
@@ -49,7 +49,7 @@ from weft.kernels.pointwise import (
     to_gradients,
 )
 from weft.kernels.products import (
-    LEAST_ROWS,
+    MIN_ROWS,
     Fp8Product,
     GradientSum,
     NarrowProduct,
@@ -74,10 +74,10 @@ from weft.kernels.types import (
 )
 
 __all__ = [
-    "LEAST_QUERIES",
-    "LEAST_ROWS",
-    "LEAST_SPARED_KEYS",
-    "MOST_HEAD_DIM",
+    "MAX_HEAD_DIM",
+    "MIN_QUERIES",
+    "MIN_ROWS",
+    "MIN_SPARED_KEYS",
     "Activation",
     "AttentionSpec",
     "AttentionState",

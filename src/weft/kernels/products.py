@@ -5,7 +5,7 @@ processor's peak rate in training. Without a compiler to build these, torch's on
 used, because torch's default, MKL, does not use the wide vector units of AMD's processors.
 
 The result of a row has the same bits regardless of the other rows. For very few rows, torch uses
-other CPU kernels, whose results differ in rounding, so inputs on a CPU with fewer than `LEAST_ROWS`
+other CPU kernels, whose results differ in rounding, so inputs on a CPU with fewer than `MIN_ROWS`
 rows are padded.
 """
 
@@ -29,7 +29,7 @@ if torch.backends.mkldnn.is_available():
 else:
     _LINEAR_KERNELS = None
 ONEDNN_LINEAR: Any = None if _LINEAR_KERNELS is None else _LINEAR_KERNELS.default
-LEAST_ROWS = 4  # rows to which products by torch's CPU kernels are padded
+MIN_ROWS = 4  # rows to which products by torch's CPU kernels are padded
 MAX_TEMPORARY_SIZE = 1 << 24  # most elements of a temporary copy or product
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Device types that multiply half-precision matrices to a float32 result; meta tensors follow them.
@@ -93,8 +93,8 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
-    if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
-        padded = F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0]))
+    if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < MIN_ROWS:
+        padded = F.pad(left, (0, 0, 0, MIN_ROWS - left.shape[0]))
         return product(padded, right, bias)[: left.shape[0]]
     if not _uses_onednn(left, right, bias):
         return F.linear(left, right, bias)
@@ -158,7 +158,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     elif total.dtype == left.dtype and not _uses_onednn(left, right):
         total.addmm_(left, right.T)
     else:
-        size = max(LEAST_ROWS, MAX_TEMPORARY_SIZE // total.shape[1])
+        size = max(MIN_ROWS, MAX_TEMPORARY_SIZE // total.shape[1])
         for part, rows in zip(total.split(size), left.split(size), strict=True):
             part += product(rows, right)
 
@@ -221,7 +221,7 @@ def compute_weight_gradient(
 
 
 FP8_SIZE_MULTIPLE = 16  # required divisor of both sizes of a matrix
-LEAST_FP8_CAPABILITY = (9, 0)  # Hopper
+MIN_FP8_CAPABILITY = (9, 0)  # Hopper
 
 NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
 
@@ -231,7 +231,7 @@ def find_fp8_obstacle(device: torch.device) -> str | None:
     if (
         device.type != "cuda"
         or torch.version.hip is not None
-        or torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY
+        or torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY
     ):
         return f"{device} has no fp8 matrix products, but NVIDIA GPUs from the H100 on have"
     return None

@@ -36,7 +36,7 @@ PASSED_VARIABLES = (
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
-MOST_PROCESSES_PER_CORE = 64  # maximum number of processes (one per device) per CPU core
+MAX_PROCESSES_PER_CORE = 64  # maximum number of processes (one per device) per CPU core
 # time for a cluster to replace lost devices
 RETURN_SECONDS = 300.0
 RETURN_POLL_SECONDS = 5.0
@@ -92,7 +92,7 @@ def launch_devices(
             cluster = RayCluster.join(
                 str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto")
             )
-    from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS
+    from weft.runtime.ray import MIN_SILENT_SECONDS, SILENT_SECONDS
 
     try:
         # Check the devices of the cluster before any process starts.
@@ -109,7 +109,7 @@ def launch_devices(
         for call in experiment.calls.values():
             if call.deadline_s is not None:
                 deadlines.append(call.deadline_s)
-        cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
+        cluster.silent_s = max(MIN_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
         return cluster.launch(count, kind, {**environment, **build_segment_variables(environment)})
     except BaseException:
         cluster.close()
@@ -195,10 +195,10 @@ def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, 
 def check_processes(count: int) -> None:
     """Raise `ConfigError` if this machine has too few cores for `count` processes."""
     cores = len(os.sched_getaffinity(0))
-    if count > (most := MOST_PROCESSES_PER_CORE * cores):
+    if count > (most := MAX_PROCESSES_PER_CORE * cores):
         raise ConfigError(
             f"the run needs {count:,} devices, each a process, and this machine's {cores} CPU "
-            f"cores can run at most {MOST_PROCESSES_PER_CORE} "
+            f"cores can run at most {MAX_PROCESSES_PER_CORE} "
             f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for "
             f"GPUs with device=cuda"
         )

@@ -25,7 +25,7 @@ from weft.redaction import MASK, is_secret, mask_words, redact
 
 PYTHON = f"{FOLDER}/venv/bin/python"  # below the home directory, where ssh starts
 WORKING_FOLDERS = ("PWD", "OLDPWD")  # variables that only look like passwords
-LEAST_SECRET = 6  # characters of a secret variable's value that is masked wherever it occurs
+MIN_SECRET = 6  # characters of a secret variable's value that is masked wherever it occurs
 LONGEST_REASON = 300  # characters of gcloud's own words in a message
 PROGRESS = re.compile(
     r"#####|(?:SSH|SCP): Attempting|Using (?:ssh|scp) batch|Retrying: ", re.IGNORECASE
@@ -278,7 +278,7 @@ def mask_environment(text: str) -> str:
     for name, value in os.environ.items():
         if name in WORKING_FOLDERS:
             continue
-        if is_secret(name) and len(value) >= LEAST_SECRET:
+        if is_secret(name) and len(value) >= MIN_SECRET:
             text = text.replace(value, MASK)
     return text
 

@@ -64,7 +64,7 @@ from weft.planner.step_forecast import StepForecast, forecast_step, with_expert_
 
 SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
 SHOWN_DIFFERENCE = 0.1  # share by which an estimate differs from that of a plan file, to be shown
-LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
+MIN_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
 
 
 def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
@@ -328,7 +328,7 @@ def _compute_saved_share(
         np.asarray(prompt) for prompt in list(rows.sequences("prompt"))[:count]
     ]
     saved = 0
-    for shared in find_shared_prefixes(tokens, LEAST_PREFIX):
+    for shared in find_shared_prefixes(tokens, MIN_PREFIX):
         saved += shared.size * (len(shared.sequences) - 1)
     answered = float(answers.mean()) * count if len(answers) else 0.0
     return saved / max(1.0, float(prompts[:count].sum()) + answered)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig
+from weft.experiments.planned_networks import reuse_descriptions
 from weft.launch.plan import build_assumed_batch
 from weft.launch.plan_run import forecast_run, with_assumed_lengths
 from weft.launch.run import mark_as_planned, set_up_experiment
@@ -120,9 +121,10 @@ def compare_devices(
                 f"multiple of {machine}, or set n_gpus_per_node"
             )
     options = []
-    for gpu in prices or GPUS:
-        for count in counts:
-            options.append(_try_devices(config, gpu, count, prices.get(gpu)))
+    with reuse_descriptions():
+        for gpu in prices or GPUS:
+            for count in counts:
+                options.append(_try_devices(config, gpu, count, prices.get(gpu)))
     if all(option.why not in ("", NO_FIT) for option in options):
         raise ConfigError(options[0].why)
     return options

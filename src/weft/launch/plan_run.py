@@ -53,10 +53,10 @@ from weft.planner.step_forecast import StepForecast
 MICROBATCH_FACTORS = (0.25, 0.5, 2.0, 4.0)
 BATCH_FACTORS = (0.5, 2.0)
 RECOMPUTE_INTERVALS = (2, 4)
-MOST_LAYOUTS = 3  # layouts of a run with one role that are shown
+MAX_LAYOUTS = 3  # layouts of a run with one role that are shown
 # An option helps if the run is faster by this share, or needs less memory by this share.
-LEAST_SPEEDUP = 0.02
-LEAST_MEMORY_SAVED = 0.1
+MIN_SPEEDUP = 0.02
+MIN_MEMORY_SAVED = 0.1
 
 
 @dataclass(frozen=True)
@@ -443,8 +443,8 @@ def select_options(base: RunForecast, tried: Sequence[OptionForecast]) -> list[O
     if base.fits:
         helpful = []
         for candidate in fitting:
-            faster = candidate.tokens_per_second >= (1 + LEAST_SPEEDUP) * base.tokens_per_second
-            smaller = candidate.needed <= (1 - LEAST_MEMORY_SAVED) * base.needed
+            faster = candidate.tokens_per_second >= (1 + MIN_SPEEDUP) * base.tokens_per_second
+            smaller = candidate.needed <= (1 - MIN_MEMORY_SAVED) * base.needed
             if faster or smaller:
                 helpful.append(candidate)
     elif fitting:
@@ -457,7 +457,7 @@ def select_options(base: RunForecast, tried: Sequence[OptionForecast]) -> list[O
     for candidate in helpful:
         if len(candidate.option.words) == 1 and ".layout=" in candidate.option.words[0]:
             layouts += 1
-            if layouts > MOST_LAYOUTS:
+            if layouts > MAX_LAYOUTS:
                 continue
         selected.append(candidate)
     return selected

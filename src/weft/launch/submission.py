@@ -29,7 +29,7 @@ UPLOAD = "upload"
 REASON_LINES = 3  # last lines of a client's output in a message
 REASON_CHARACTERS = 500
 TRACEBACK = "Traceback (most recent call last):"  # its last line is the reason
-MOST_FILES = 1000
+MAX_FILES = 1000
 # Beaker prints "Uploading NAME to ID", and older versions "Uploading NAME (ID)...".
 UPLOADED = re.compile(r"Uploading \S+ (?:to )?\(?([A-Za-z0-9][\w/.-]*\w)")
 # system -> the id of a job in the output of its client
@@ -233,7 +233,7 @@ class JobSubmission:
         submitted.
         """
         stem = self.job.model_name
-        for number in range(1, MOST_FILES):
+        for number in range(1, MAX_FILES):
             ending = f"{self.job.system}.{SYSTEMS[self.job.system]}"
             name = f"{stem}.{ending}" if number == 1 else f"{stem}-{number}.{ending}"
             file = JobFile(self.job.folder / name, text, False)
@@ -243,7 +243,7 @@ class JobSubmission:
             submitted = self.record.find_submission(file.path, file.digest) is not None
             if same and not (self.resubmit and submitted):
                 return JobFile(file.path, text, True)
-        raise ConfigError(f"{self.job.folder}: has {MOST_FILES} job files; remove old ones")
+        raise ConfigError(f"{self.job.folder}: has {MAX_FILES} job files; remove old ones")
 
     def _describe_submission(self, file: JobFile) -> str | None:
         """Return the message about an earlier submission of a job file, or None."""

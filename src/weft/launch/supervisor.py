@@ -39,7 +39,7 @@ from weft.runtime.processes import (
 if TYPE_CHECKING:
     from weft.runtime.session import Session
 
-MOST_RESTARTS = 3  # maximum restarts without a new step
+MAX_RESTARTS = 3  # maximum restarts without a new step
 POLL_SECONDS = 1.0  # interval between checks of the child
 EXIT_SECONDS = 120.0  # time for a child to exit after it has reported its exit code
 
@@ -92,7 +92,7 @@ class Supervisor:
         """
         lost = ""
         restarts = 0
-        restarts_left = MOST_RESTARTS
+        restarts_left = MAX_RESTARTS
         furthest = -1
         adopt_orphans()  # so that processes left by a killed child can be ended here
         with self._forward_signals():
@@ -108,7 +108,7 @@ class Supervisor:
                     raise self._record_stop(-code, step)
                 lost = self._describe_killed()
                 if step > furthest:
-                    restarts_left = MOST_RESTARTS
+                    restarts_left = MAX_RESTARTS
                     furthest = step
                 why_not = self._explain_no_restart(restarts_left, step)
                 if why_not is not None:
@@ -117,7 +117,7 @@ class Supervisor:
                 restarts = restarts + 1
                 self._print_note(
                     f"{lost}; continuing with a new process "
-                    f"(restart {MOST_RESTARTS - restarts_left} of {MOST_RESTARTS})"
+                    f"(restart {MAX_RESTARTS - restarts_left} of {MAX_RESTARTS})"
                 )
 
     def _run_child(self, restarts: int) -> int:
@@ -247,7 +247,7 @@ class Supervisor:
         if self._experiment.control.recover_mode != "auto":
             return f"; recover_mode={self._experiment.control.recover_mode} does not restart it"
         if not restarts_left:
-            return f"; {MOST_RESTARTS} restarts made no progress after step {step}"
+            return f"; {MAX_RESTARTS} restarts made no progress after step {step}"
         return None if self._directory.has_run() else "; it had not started"
 
     def _read_last_step(self) -> int:
@@ -296,7 +296,7 @@ class RestartingRun:
         self._session = session
         self._create_session = create_session
         self._experiment = experiment
-        self._restarts_left = MOST_RESTARTS
+        self._restarts_left = MAX_RESTARTS
         self._last_step = -1
 
     def run(self, *, resumes: bool) -> list[dict[str, Any]]:
@@ -343,7 +343,7 @@ class RestartingRun:
         """
         while True:
             self._count_restart(lost)
-            attempt = f"restart {MOST_RESTARTS - self._restarts_left} of {MOST_RESTARTS}"
+            attempt = f"restart {MAX_RESTARTS - self._restarts_left} of {MAX_RESTARTS}"
             self._session.release_devices(f"{lost}; continuing with new processes ({attempt})")
             try:
                 session = self._create_session()
@@ -363,16 +363,16 @@ class RestartingRun:
     def _count_restart(self, lost: DevicesLost) -> None:
         """Count a restart, and raise `RunError` if there were too many without progress.
 
-        At most `MOST_RESTARTS` restarts without progress are allowed. The count is reset if the run
+        At most `MAX_RESTARTS` restarts without progress are allowed. The count is reset if the run
         has completed more steps than at any earlier restart. `lost` is the error that reported the
         loss of devices.
         """
         if self._session.step > self._last_step:
-            self._restarts_left = MOST_RESTARTS
+            self._restarts_left = MAX_RESTARTS
             self._last_step = self._session.step
         if not self._restarts_left:
             raise RunError(
-                f"{lost}; {MOST_RESTARTS} restarts made no progress after step {self._last_step}"
+                f"{lost}; {MAX_RESTARTS} restarts made no progress after step {self._last_step}"
             )
         self._restarts_left -= 1
 

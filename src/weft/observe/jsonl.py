@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.observe.metrics import is_step
-from weft.reading import MOST_DEPTH, read_object, read_yaml
+from weft.reading import MAX_DEPTH, read_object, read_yaml
 from weft.writing import replace_file, resolve_destination
 
 
@@ -27,8 +27,8 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     dates, become strings too. `depth` is the nesting level of `value`. Raises `ValueError` if
     values are nested too deeply.
     """
-    if depth > MOST_DEPTH:
-        raise ValueError(f"nests deeper than {MOST_DEPTH} levels")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, dict):
@@ -102,7 +102,7 @@ def read_row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
         if not isinstance(row, dict) or not is_step(row.get("step")):
             return None
-        if line.count("[") + line.count("{") > MOST_DEPTH:
+        if line.count("[") + line.count("{") > MAX_DEPTH:
             clean_value(row)  # raises ValueError if the row is nested too deeply
         return row
     except (ValueError, RecursionError):

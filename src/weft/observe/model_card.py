@@ -262,10 +262,11 @@ def build_card(checkpoint: Path, facts: CardFacts, role: str) -> str:
     `checkpoint` is the folder with the model's files. `role` is its role in the run, or "" for a
     model that no run has written.
     """
+    architecture = find_architecture(checkpoint)
     parts = [
-        _format_front_matter(build_metadata(checkpoint, facts, role)),
-        *_describe_model(checkpoint, facts, role),
-        *describe_use(checkpoint, THIS_FOLDER),
+        _format_front_matter(_build_metadata(checkpoint, facts, role, architecture)),
+        *_describe_model(checkpoint, facts, role, architecture),
+        *describe_use(checkpoint, architecture, THIS_FOLDER),
     ]
     if role:
         parts += [
@@ -278,10 +279,11 @@ def build_card(checkpoint: Path, facts: CardFacts, role: str) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def build_metadata(checkpoint: Path, facts: CardFacts, role: str) -> dict[str, Any]:
+def _build_metadata(
+    checkpoint: Path, facts: CardFacts, role: str, architecture: str
+) -> dict[str, Any]:
     """Return the metadata of a card: the fields that the hub reads."""
     base, license_name = find_hub_base(facts.find_base(role), facts.folder)
-    architecture = find_architecture(checkpoint)
     algorithm = find_algorithm(facts.run)
     metadata: dict[str, Any] = {}
     if base is not None:
@@ -315,9 +317,10 @@ def _format_front_matter(metadata: Mapping[str, Any]) -> str:
     return f"---\n{yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)}---\n"
 
 
-def _describe_model(checkpoint: Path, facts: CardFacts, role: str) -> Iterator[str]:
+def _describe_model(
+    checkpoint: Path, facts: CardFacts, role: str, architecture: str
+) -> Iterator[str]:
     """Yield the title and a table of the model's properties."""
-    architecture = find_architecture(checkpoint)
     algorithm = find_algorithm(facts.run)
     kind = "Model"
     if architecture.endswith("ForCausalLM"):
@@ -353,12 +356,11 @@ def _read_versions(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
 
 
-def describe_use(checkpoint: Path, name: str) -> Iterator[str]:
+def describe_use(checkpoint: Path, architecture: str, name: str) -> Iterator[str]:
     """Yield the section that shows how to load the model; `name` is its name in the examples.
 
-    Yields nothing if the model's architecture is unknown.
+    `architecture` is that of `find_architecture`. Yields nothing if it is unknown.
     """
-    architecture = find_architecture(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         code = [
             "from peft import AutoPeftModelForCausalLM",

@@ -20,7 +20,7 @@ from weft.observe.jsonl import clean_value, read_json, read_row
 from weft.observe.metrics import EVAL, find_leading, get_last_part, is_finite, is_step
 from weft.observe.run_files import CONFIG, LOG, METRICS, RECORD, STATUS, STATUSES, is_quiet
 from weft.observe.sample_rows import SAMPLES
-from weft.reading import MOST_YAML, read_text
+from weft.reading import MAX_YAML, read_text
 
 RUN_MARKS = (CONFIG, STATUS, METRICS, RECORD)  # a folder with any of these files is a run
 TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl, enough for the last line of any run
@@ -205,7 +205,7 @@ def _read_top_keys(config: Path) -> dict[str, str]:
     Uses a regular expression, because parsing a hundred such files would take seconds.
     """
     try:
-        return dict(TOP_OPTION_LINE.findall(read_text(config, str(config), most=MOST_YAML)))
+        return dict(TOP_OPTION_LINE.findall(read_text(config, str(config), most=MAX_YAML)))
     except UserError:
         return {}
 
@@ -218,7 +218,7 @@ def _read_scalars(config: Path) -> dict[str, Any]:
     if not config.is_file():
         return {}
     try:
-        text = read_text(config, str(config), UserError, MOST_YAML)
+        text = read_text(config, str(config), UserError, MAX_YAML)
     except UserError:
         return {}
     options: dict[str, Any] = {}

@@ -43,7 +43,7 @@ from weft.parallel.shard import finish_backward, is_sharded, sync_gradients, uns
 T = TypeVar("T")
 # Limit on a rank's unfinished sends. At the limit, wait for the oldest one, which was received long
 # ago unless a rank is stuck.
-MOST_SENDS = 8
+MAX_SENDS = 8
 Outputs = dict[Output, Tensor]
 Loss = Callable[[int, Outputs], Tensor]  # (micro-batch number, its outputs) -> scalar
 # (stage, micro-batch), called after the forward pass -> scalar, or None if there is nothing to add
@@ -419,7 +419,7 @@ class _PipelineRun:
         tag += message.target > message.source
         try:
             if message.direction == "SEND":
-                if len(self._sends) == MOST_SENDS:
+                if len(self._sends) == MAX_SENDS:
                     self._wait_for_send(next(iter(self._sends)))
                 tensor = self._local_tensors.pop(ends)
                 peer = pipeline.placement.get_rank(message.target)

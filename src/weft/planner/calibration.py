@@ -7,8 +7,9 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weft.planner.compute_times import ComputeTimes, PassSize
@@ -39,32 +40,37 @@ def compute_waits(
         values = joined["shards"]
         load = _build_load(values, 2 * values["sequences"])
         mesh = Mesh(Layout(data=2, fsdp=2), (0, 1))
-        without, with_wait = (
-            estimate_shard_messages(network, mesh, shared, 1, trains=True, wait=wait)
-            for wait in (0.0, 1.0)
-        )
+        shard_messages = partial(estimate_shard_messages, network, mesh, shared, 1, trains=True)
         estimated = estimate_call(network, load, mesh, shared).seconds
-        waits["shards"] = max(0.0, values["seconds"] - estimated) / (with_wait - without)
+        waits["shards"] = _compute_wait(values["seconds"] - estimated, shard_messages)
     if tensor == 2 and "tensor" in joined:
         values = joined["tensor"]
         mesh = Mesh(Layout(tensor=2), (0, 1))
         load = _build_load(values, values["sequences"])
         size = PassSize(load.num_tokens, values["length"], load.num_tokens, trains=True)
-        without, with_wait = (
-            estimate_pass_messages(network, size, mesh, shared, wait) for wait in (0.0, 1.0)
-        )
+        pass_messages = partial(estimate_pass_messages, network, size, mesh, shared)
         estimated = estimate_call(network, load, mesh, shared).seconds
-        waits["tensor"] = max(0.0, values["seconds"] - estimated) / (with_wait - without)
+        waits["tensor"] = _compute_wait(values["seconds"] - estimated, pass_messages)
         values = joined["decode"]
         times = ComputeTimes(network, shared, mesh.layout)
         block, rest = times.compute_decode(values["sequences"], values["length"])
-        computed = block.seconds * network.shape.layers + rest.seconds
-        without, with_wait = (
-            estimate_decode_messages(network, values["sequences"], mesh, shared, wait)
-            for wait in (0.0, 1.0)
+        decode_messages = partial(
+            estimate_decode_messages, network, values["sequences"], mesh, shared
         )
-        waits["decode"] = max(0.0, values["seconds"] - computed - without) / (with_wait - without)
+        computed = block.seconds * network.shape.layers + rest.seconds
+        estimated = computed + decode_messages(wait=0.0)
+        waits["decode"] = _compute_wait(values["seconds"] - estimated, decode_messages)
     return waits
+
+
+def _compute_wait(excess: float, estimate_messages: Callable[..., float]) -> float:
+    """Return the extra seconds of each message of a call.
+
+    The call takes `excess` seconds longer than estimated without them. `estimate_messages(wait=x)`
+    returns the seconds of its messages if each takes x extra seconds.
+    """
+    num_messages = estimate_messages(wait=1.0) - estimate_messages(wait=0.0)
+    return max(0.0, excess) / num_messages
 
 
 def _build_load(values: Mapping[str, Any], sequences: int) -> CallWorkload:

@@ -12,7 +12,7 @@ from weft.topology import Layout, Mesh
 
 # Fewest tokens of a sequence on each of the ranks that share it: with fewer, the exchange of keys
 # and values takes longer than what it saves.
-LEAST_CONTEXT_TOKENS = 1024
+MIN_CONTEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def list_layouts(
 
 def compute_max_context(sequence_length: int) -> int:
     """Return the largest number of ranks that may share the tokens of a sequence."""
-    return max(1, sequence_length // LEAST_CONTEXT_TOKENS)
+    return max(1, sequence_length // MIN_CONTEXT_TOKENS)
 
 
 def list_meshes(

@@ -45,11 +45,11 @@ DEFAULT_ANSWER_TOKENS = 512
 # Dataset types with two or more answers per row
 PAIRED_TYPES = ("paired_comparison", "preference", "ranking")
 # Rules by which passes share prompts (`weft.engine.torch.prepare`)
-LEAST_PROMPT = 16  # tokens of the shortest prompt that sequences share
-LEAST_SAMPLED_PROMPT = 65  # tokens of the shortest prompt that sampled sequences share
-LEAST_SPARED_KEYS = 256  # tokens that sharing the prompt of sampled sequences must save
+MIN_PROMPT = 16  # tokens of the shortest prompt that sequences share
+MIN_SAMPLED_PROMPT = 65  # tokens of the shortest prompt that sampled sequences share
+MIN_SPARED_KEYS = 256  # tokens that sharing the prompt of sampled sequences must save
 SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})  # outputs of another pass
-LEAST_SAVED = 0.02  # share of tokens that training must save where rows begin alike
+MIN_SAVED = 0.02  # share of tokens that training must save where rows begin alike
 ID_BYTES = 8  # bytes of a token id in a batch
 VALUE_BYTES = 4  # bytes of a token's value in a batch
 
@@ -431,9 +431,9 @@ def _estimate_shared_tokens(
     sequences, and the share of tokens that training saves because rows begin alike. `keys` are the
     keys of the call's batch. Passes over sampled sequences share only what the generator shared.
     """
-    least, spared = LEAST_PROMPT, 0
+    least, spared = MIN_PROMPT, 0
     if "logprobs" in keys:
-        least, spared = LEAST_SAMPLED_PROMPT, LEAST_SPARED_KEYS
+        least, spared = MIN_SAMPLED_PROMPT, MIN_SPARED_KEYS
     if rows is not None:
         shared = rows.compute_shared_tokens(least, samples, spared)
     else:
@@ -445,7 +445,7 @@ def _estimate_shared_tokens(
         rows is not None
         and trains
         and SCORED_KEYS.isdisjoint(keys)
-        and rows.saved_share >= LEAST_SAVED
+        and rows.saved_share >= MIN_SAVED
     ):
         saved = rows.saved_share
     return shared, saved

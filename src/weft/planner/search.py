@@ -24,7 +24,7 @@ from weft.topology import Layout, Mesh
 
 # Placements that branch and bound may score before it gives up: at first, and after annealing
 FIRST_PLACEMENTS = 100_000
-MOST_PLACEMENTS = 2_000_000
+MAX_PLACEMENTS = 2_000_000
 BATCH = 20_000  # placements that are scored together, about
 # Annealing: placements that change at the same time, and how often they do
 CHAINS = 48
@@ -80,7 +80,7 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
             search.descend(numbers)
         search.descend_in_pairs()
         search.drop_candidates()
-        low = search.try_all(search.movable, search.get_best(), MOST_PLACEMENTS)
+        low = search.try_all(search.movable, search.get_best(), MAX_PLACEMENTS)
     search.score_neighbors()
     scorer = problem.scorer
     best = problem.estimate(scorer.find_choice(search.get_best()))

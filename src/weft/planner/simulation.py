@@ -33,7 +33,7 @@ from weft.topology import Mesh
 
 # Reasons for which a span did not start earlier
 INPUT, DEVICES, VERSION, STEP, ORDER = "input", "devices", "version", "step", "order"
-MOST_STEPS = 200  # steps after which a run that does not repeat itself counts as steady
+MAX_STEPS = 200  # steps after which a run that does not repeat itself counts as steady
 DIGITS = 9  # significant decimal digits by which two states are compared
 
 
@@ -144,11 +144,11 @@ def _find_steady_seconds(replay: _StepReplay) -> float:
     """Run more steps until they repeat, and return the mean duration of a step from then on.
 
     Steps repeat if the same work is under way at the end of two of them. If that does not happen,
-    the result is the mean of the later half of `MOST_STEPS` steps.
+    the result is the mean of the later half of `MAX_STEPS` steps.
     """
     states: dict[object, tuple[int, float]] = {}
     ends = []
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         state = replay.describe_state()
         if state in states:
             earlier_step, earlier_time = states[state]

@@ -112,9 +112,19 @@ class StepForecast:
                     f" + {format_three_digits(call.transfer_seconds)} s for "
                     f"{format_size(call.moved_bytes)} of weights"
                 )
-            most = f", mostly {call.bound}" if call.bound else ""
+            bound = call.bound
+            if bound == "products" and self._is_slowed_by_float32(name):
+                bound += " in float32"
+            most = f", mostly {bound}" if bound else ""
             lines.append(f"  {name}: {format_three_digits(call.seconds)} s{moving}{most}")
         return lines
+
+    def _is_slowed_by_float32(self, call: str) -> bool:
+        """Return whether a call computes in float32 on GPUs, which are faster in bfloat16."""
+        problem = self.problem
+        role = problem.units[problem.unit_of[call]].role
+        on_gpu = problem.rates.cores is None
+        return on_gpu and problem.networks[role].settings.dtype == "float32"
 
 
 def forecast_step(

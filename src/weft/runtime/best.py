@@ -20,7 +20,7 @@ from typing import Any
 from weft.experiment import Control
 from weft.observe.best import BEST, BestRecord, build_missing_error, find_direction
 from weft.observe.metrics import format_number
-from weft.runtime.checkpoints import MOST_POINTS
+from weft.runtime.checkpoints import MAX_POINTS
 from weft.runtime.directory import remove, write_text
 from weft.runtime.hosts import HostGroup
 
@@ -163,7 +163,7 @@ class BestTracker:
         """Return the state to save in a recovery point that is written now; None without one."""
         if self._state is None:
             return None
-        point_steps = [*self._state.point_steps, self._state.step][-MOST_POINTS:]
+        point_steps = [*self._state.point_steps, self._state.step][-MAX_POINTS:]
         self._state = replace(self._state, point_steps=point_steps)
         return asdict(self._state)
 

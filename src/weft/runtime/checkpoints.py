@@ -35,7 +35,7 @@ from weft.runtime.directory import RunDirectory
 from weft.runtime.store import TensorStore
 
 MILESTONES = "milestones.json"
-MOST_POINTS = 2
+MAX_POINTS = 2
 STEP = re.compile(r"step(\d+)")
 
 
@@ -153,7 +153,7 @@ class RecoveryPointStore:
                 {"step": step, "files": directory.compute_checksums(point.directory)}, indent=1
             ),
         )
-        for old in self.list_points()[MOST_POINTS:]:
+        for old in self.list_points()[MAX_POINTS:]:
             old.manifest.unlink()
             directory.remove(old.directory)
         return point

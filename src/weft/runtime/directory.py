@@ -163,7 +163,7 @@ LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
 COPIES = "copies.json"  # versions of the models in buckets that the run uses, by URL
-MOST_DIFFERENCES = 3  # number of differing options that an error message lists
+MAX_DIFFERENCES = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")
 
 # Entries that launchers write into a run's directory before the run starts.
@@ -318,12 +318,10 @@ def admit(
         mask_values(directory.read_config()), mask_values(to_plain(config)), unset=left_at_default
     )
     if changed:
-        more = (
-            f"; {len(changed) - MOST_DIFFERENCES} more" if len(changed) > MOST_DIFFERENCES else ""
-        )
+        more = f"; {len(changed) - MAX_DIFFERENCES} more" if len(changed) > MAX_DIFFERENCES else ""
         raise ConfigError(
             f"{path} contains a run with another configuration "
-            f"({'; '.join(changed[:MOST_DIFFERENCES])}{more}); "
+            f"({'; '.join(changed[:MAX_DIFFERENCES])}{more}); "
             f"{advice}, "
             f"or resume it with these options: resume_from={path}"
         )

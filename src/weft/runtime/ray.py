@@ -51,7 +51,7 @@ PLACE_SECONDS = 600.0  # for the cluster to have enough free devices
 POLL_SECONDS = 1.0  # a device without reports answers after this time
 # A silent device counts as dead after this time, or the shortest call deadline if that is less.
 SILENT_SECONDS = 300.0
-LEAST_SILENT_SECONDS = 30.0
+MIN_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 ACTIVITY_SECONDS = 5.0  # for a device to report its activity; a frozen process does not
 LOCAL_RAYLET = "Ray's raylet on this machine"

@@ -21,7 +21,7 @@ from weft.serve.openai_format import decode_piece
 from weft.serve.prompts import EncodedPrompt
 from weft.serve.worker import RowScores
 
-LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not support
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not support
 NEXT = 0  # placeholder id after a prompt; the pass computes the next token's log-probs in its place
 
 
@@ -142,8 +142,8 @@ def _read_scores(
     """
     count = len(ids) - 1
     top_ids = scores.top_ids[:count]
-    top_logprobs = np.maximum(scores.top_logprobs[:count], LEAST_LOGPROB)
-    values = np.maximum(scores.values[:count], LEAST_LOGPROB)
+    top_logprobs = np.maximum(scores.top_logprobs[:count], MIN_LOGPROB)
+    values = np.maximum(scores.values[:count], MIN_LOGPROB)
     if top_ids.shape[1]:
         is_token = top_ids == np.asarray(ids[1:], np.int64)[:, None]
         column = is_token.argmax(axis=1)[:, None]

@@ -35,7 +35,7 @@ def computed(
 
 @pytest.fixture(autouse=True)
 def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LEAST_PROMPT", 1)
+    monkeypatch.setattr(rows, "MIN_PROMPT", 1)
 
 
 @pytest.mark.parametrize("key", ["logprobs", "ref_logprobs", "values"])

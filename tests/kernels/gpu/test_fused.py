@@ -118,7 +118,7 @@ def test_tensors_of_the_device_are_served_without_gradients(
         assert not fused.serves(other, half)  # type: ignore[arg-type]
         if name == "add_norm":
             assert fused.serves_add_norm(half, half)  # type: ignore[arg-type]
-            half.shape = (3, fused.MOST_WIDTH + 1)
+            half.shape = (3, fused.MAX_WIDTH + 1)
             assert not fused.serves_add_norm(half, half)  # type: ignore[arg-type]
     assert not fused.serves(name, half)  # type: ignore[arg-type]
 
@@ -149,7 +149,7 @@ def check_add_norm(
 
 
 def check_wide_norms(device: str) -> None:
-    for width in (257, 4096, 5120, fused.MOST_WIDTH):
+    for width in (257, 4096, 5120, fused.MAX_WIDTH):
         check_add_norm(device, 3, width, torch.bfloat16, 0.0)
         check_add_norm(device, 3, width, torch.float32, 1.0)
 

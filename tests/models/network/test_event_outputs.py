@@ -274,7 +274,7 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(OutputProjection, "compute_columns", watch)
     monkeypatch.setattr(output_projection, "CHUNK_CELLS", {"cpu": 2 * V})
-    monkeypatch.setattr(output_projection, "LEAST_CHUNK_ROWS", 1)
+    monkeypatch.setattr(output_projection, "MIN_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
     compute_given_outputs(hidden, labels, some_ids(), OutputProjection(weight))[
         "given_logprobs"

@@ -163,7 +163,7 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(by_token, "project", watch)
     monkeypatch.setattr(output_projection, "CHUNK_CELLS", {"cpu": 2 * V})
-    monkeypatch.setattr(output_projection, "LEAST_CHUNK_ROWS", 1)
+    monkeypatch.setattr(output_projection, "MIN_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
     out = compute_token_outputs(hidden, labels, OutputProjection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()

@@ -34,7 +34,7 @@ from weft.engine.generation.passes import Decoder, DecoderPasses, MultiStepDecod
 from weft.engine.generation.sampling import SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.errors import ConfigError
-from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors, put
+from weft.kernels import MIN_ROWS, MIN_SPARED_KEYS, flash, flex, in_vectors, put
 from weft.models.kv.pages import FIRST_WIDTH, PAGE, PagedCache, PagePool
 from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
@@ -203,7 +203,7 @@ class SlotCaches:
         self._network = network
         self.device = device
         joins = device.type == "cpu" and network.can_share_prefixes(budget.max_tokens)
-        least_spared = LEAST_SPARED_KEYS if joins else None
+        least_spared = MIN_SPARED_KEYS if joins else None
         unit = in_vectors(1, device)
         self._uses_kernels = has_slot_kernel(network)
         self.passes = DecoderPasses(network)
@@ -212,7 +212,7 @@ class SlotCaches:
         )
         # torch computes experts
         runs_in_kernel = self._uses_kernels and network.config.experts is None
-        self.min_rows = LEAST_ROWS if device.type == "cpu" and not runs_in_kernel else 1
+        self.min_rows = MIN_ROWS if device.type == "cpu" and not runs_in_kernel else 1
 
     def create_cache(self, room: int | None = None) -> KVCache:
         slots, room = self._compute_size() if room is None else (1, in_vectors(room, self.device))

@@ -116,7 +116,7 @@ FIELD_RULES: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "num_layers": None,
     "num_heads": None,
     "num_kv_heads": None,
-    "head_dim": lambda config: config.head_dim <= kernels.MOST_HEAD_DIM,
+    "head_dim": lambda config: config.head_dim <= kernels.MAX_HEAD_DIM,
     "intermediate_size": None,
     "max_positions": None,
     "norm": lambda config: config.norm != "layer",

@@ -56,7 +56,7 @@ from weft.models.kv.slots import check_rotation
 from weft.models.network import rope
 from weft.models.network.packed import pack
 
-LEAST_ROWS = 8  # fewest rows of a decode step
+MIN_ROWS = 8  # fewest rows of a decode step
 FEW_DIVISOR = 8  # a decode step computes all slots, or an eighth of them
 COPIES = 8  # number of slots to which the compiled copy writes
 LOGIT_ROWS = (8, 16, 32, 64)  # numbers of hidden states for which logits are compiled
@@ -342,7 +342,7 @@ class JaxCaches:
         count = len(tokens)
         slots = len(cache.used)
         parts = self._compiled.num_row_parts
-        few = -(-max(slots // FEW_DIVISOR, LEAST_ROWS) // parts) * parts
+        few = -(-max(slots // FEW_DIVISOR, MIN_ROWS) // parts) * parts
         if few > slots // 2:
             few = slots
         size = few if count <= few else slots

@@ -26,8 +26,8 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import TopIds
 
 Parameters = Mapping[str, Array]
-CHUNK_CELLS = 1 << 24  # most logits in a chunk of more than `LEAST_CHUNK_ROWS` rows
-LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, which is slow for fewer rows
+CHUNK_CELLS = 1 << 24  # most logits in a chunk of more than `MIN_CHUNK_ROWS` rows
+MIN_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, which is slow for fewer rows
 
 
 def compute_hidden(
@@ -410,7 +410,7 @@ def _count_chunks(num_rows: int, vocab_size: int) -> int:
 
     The number is a power of two that divides `num_rows`.
     """
-    max_rows = max(LEAST_CHUNK_ROWS, CHUNK_CELLS // vocab_size)
+    max_rows = max(MIN_CHUNK_ROWS, CHUNK_CELLS // vocab_size)
     count = 1
     while num_rows / count > max_rows and num_rows % (2 * count) == 0:
         count *= 2

@@ -23,7 +23,7 @@ from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.parameters import ParameterStacks, StoredArray
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
-from weft.engine.torch.update_rules import LEAST_SIZE, SQUARE_EPS
+from weft.engine.torch.update_rules import MIN_SIZE, SQUARE_EPS
 from weft.errors import CheckpointError
 
 # Arrays of each update rule's state: field of optax's state -> name of the slot in files.
@@ -68,7 +68,7 @@ def scale_by_palm(beta1: float, beta2: float) -> optax.GradientTransformationExt
             value = trained[name]
             axes = tuple(range(name.startswith("blocks."), value.ndim))
             size = jnp.sqrt(jnp.square(value).mean(axes, keepdims=True))
-            step = rate.astype(g.dtype) * jnp.maximum(size, LEAST_SIZE) * g * lax.rsqrt(nu[name])
+            step = rate.astype(g.dtype) * jnp.maximum(size, MIN_SIZE) * g * lax.rsqrt(nu[name])
             mu[name] = beta1 * state.mu[name] + (1.0 - beta1) * step
         return mu, PalmState(count, mu, nu)
 

@@ -23,11 +23,11 @@ from weft.models.network.packed import Packed, SamplingSupport
 from weft.models.network.transformer import find_score_rows
 
 Index = npt.NDArray[np.int64]
-LEAST_LENGTH = 32  # fewest tokens of a row
-LEAST_TOKENS = 2048  # fewest tokens of a block on each device, if the first micro-batch has as many
-MOST_BLOCKS_AT_FIRST = 4  # most blocks of the first micro-batch
-MOST_BLOCKS = 32  # most blocks of a later micro-batch; with more, a new shape is chosen
-MOST_WASTE = 4  # largest ratio of the length of a row to its longest sequence
+MIN_LENGTH = 32  # fewest tokens of a row
+MIN_TOKENS = 2048  # fewest tokens of a block on each device, if the first micro-batch has as many
+MAX_BLOCKS_AT_FIRST = 4  # most blocks of the first micro-batch
+MAX_BLOCKS = 32  # most blocks of a later micro-batch; with more, a new shape is chosen
+MAX_WASTE = 4  # largest ratio of the length of a row to its longest sequence
 
 
 def place_sequences(lengths: Index, length: int) -> tuple[Index, int]:
@@ -60,7 +60,7 @@ class BlockShapes:
     all sequences.
 
     A new shape is chosen if a sequence is longer than all rows, and for a micro-batch that would
-    need more than `MOST_BLOCKS` blocks.
+    need more than `MAX_BLOCKS` blocks.
     """
 
     def __init__(self, longest: int | None, decoder: DecoderSettings) -> None:
@@ -83,17 +83,17 @@ class BlockShapes:
         for shape in self.known:
             if longest <= shape[1]:
                 starts, count = self._place(lengths, shape[1])
-                if count <= MOST_BLOCKS * shape[0]:
+                if count <= MAX_BLOCKS * shape[0]:
                     return shape, starts, []
         # Choose new shapes: for the sequences of this micro-batch if they are short, and for all.
-        needed = round_up(longest, LEAST_LENGTH)
-        limit = round_up(max(longest, self._longest), LEAST_LENGTH)
-        new_lengths = [2 * needed, limit] if limit > MOST_WASTE * needed else [limit]
+        needed = round_up(longest, MIN_LENGTH)
+        limit = round_up(max(longest, self._longest), MIN_LENGTH)
+        new_lengths = [2 * needed, limit] if limit > MAX_WASTE * needed else [limit]
         new_shapes = []
         for length in new_lengths:
             _, count = self._place(lengths, length)
-            min_rows = max(LEAST_TOKENS * self._multiple // length, 1)
-            num_blocks = min(max(count // min_rows, 1), MOST_BLOCKS_AT_FIRST)
+            min_rows = max(MIN_TOKENS * self._multiple // length, 1)
+            num_blocks = min(max(count // min_rows, 1), MAX_BLOCKS_AT_FIRST)
             num_rows = -(-count // (num_blocks * self._multiple)) * self._multiple
             new_shapes.append((num_rows, length))
         # They replace known shapes with rows of the same length.

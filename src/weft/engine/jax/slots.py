@@ -6,10 +6,10 @@ from typing import Any
 
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.jax.network import round_up
-from weft.engine.jax.packing import MOST_WASTE
+from weft.engine.jax.packing import MAX_WASTE
 
-LEAST_SLOTS = 8  # fewest slots of a cache on each device
-LEAST_CAPACITY = 64  # fewest tokens for which a slot has room
+MIN_SLOTS = 8  # fewest slots of a cache on each device
+MIN_CAPACITY = 64  # fewest tokens for which a slot has room
 
 
 class CacheSizes:
@@ -35,7 +35,7 @@ class CacheSizes:
         # Use a known size if there is a suitable one.
         suitable = []
         for size in self._known:
-            has_room = size[1] >= capacity and MOST_WASTE * size[0] >= slots
+            has_room = size[1] >= capacity and MAX_WASTE * size[0] >= slots
             if has_room and size[0] * size[1] <= max_tokens:
                 suitable.append(size)
         if suitable:
@@ -46,8 +46,8 @@ class CacheSizes:
         capacity = max(capacity, min(self._longest, max_tokens // multiple))
         num_multiples = min(-(-slots // multiple), max(1, max_tokens // capacity // multiple))
         new_size = (
-            round_up(num_multiples, LEAST_SLOTS) * multiple,
-            round_up(capacity, LEAST_CAPACITY),
+            round_up(num_multiples, MIN_SLOTS) * multiple,
+            round_up(capacity, MIN_CAPACITY),
         )
         if new_size[0] * new_size[1] > max_tokens:
             new_size = num_multiples * multiple, capacity

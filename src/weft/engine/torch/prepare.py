@@ -24,7 +24,7 @@ from weft.engine.rows import (
     pack,
     to_sample,
 )
-from weft.kernels import LEAST_SPARED_KEYS, put
+from weft.kernels import MIN_SPARED_KEYS, put
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import Microbatch, RowGradient, TopIds, scatter_rows
@@ -33,8 +33,8 @@ Want = frozenset[Output]
 SCORED = ("logprobs", "ref_logprobs", "values")
 # Minimum share of a micro-batch's tokens that sharing prefixes across ids must save: joining prefix
 # and continuation needs a second pass of attention, on an accelerator with a slower kernel.
-LEAST_SHARE = {"cpu": 0.02}
-DEFAULT_LEAST_SHARE = 0.25
+MIN_SHARE = {"cpu": 0.02}
+DEFAULT_MIN_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
     log-probs are rounded in the same way.
     """
     if "logprobs" in keys:
-        return layout.share_by_id(least=PREFIX_STRIDE + 1, spared=LEAST_SPARED_KEYS)
+        return layout.share_by_id(least=PREFIX_STRIDE + 1, spared=MIN_SPARED_KEYS)
     return layout.share_by_id()
 
 
@@ -99,7 +99,7 @@ def share_training_prefixes(
         across = layout.share_by_prefix(sample)
         if (
             across.num_saved_tokens
-            >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum()
+            >= MIN_SHARE.get(device.type, DEFAULT_MIN_SHARE) * across.lengths.sum()
         ):
             return across
     return share_prompts(layout, keys)

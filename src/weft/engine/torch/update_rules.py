@@ -32,7 +32,7 @@ SCALES = ":scales"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256  # elements that share one scale
 # minimum size of a parameter with 8-bit moments; norms and biases stay in float32
-LEAST_CODED = 4096
+MIN_CODED = 4096
 # elements updated at once, which bounds the temporary float32 memory; a multiple of BLOCK
 PIECE = 2**24
 
@@ -90,7 +90,7 @@ class Lion(EagerOptimizer):
 
 
 SQUARE_EPS = 1e-30  # added to a squared gradient by PaLM's rule
-LEAST_SIZE = 1e-3  # least root mean square of a parameter in PaLM's rule
+MIN_SIZE = 1e-3  # least root mean square of a parameter in PaLM's rule
 
 
 class PalmOptimizer(EagerOptimizer):
@@ -138,7 +138,7 @@ class PalmOptimizer(EagerOptimizer):
                 square.lerp_(p.grad.square() + SQUARE_EPS, float(state["step"]) ** -beta2)
                 step = p.grad * square.rsqrt() * lr
                 for part in self._parts[p]:
-                    size = part.data.square().mean().sqrt().clamp(min=LEAST_SIZE)
+                    size = part.data.square().mean().sqrt().clamp(min=MIN_SIZE)
                     part.select_rows(step).mul_(size)
                 if id(p) in self._decayed:
                     p.mul_(1.0 - lr**2 * group["weight_decay"])
@@ -391,7 +391,7 @@ def build_narrow_adamw(
 
     `parameters` maps each parameter to its name. With `8bit`, moments of `embeddings` stay in
     float32, because the gradient of a rare token's row can differ greatly from the gradients of
-    neighbouring rows. Moments of parameters with fewer than `LEAST_CODED` elements stay in the
+    neighbouring rows. Moments of parameters with fewer than `MIN_CODED` elements stay in the
     parameter's dtype.
     """
     if state_dtype == "bfloat16":
@@ -405,7 +405,7 @@ def build_narrow_adamw(
         wide |= {
             id(each)
             for each in parameters
-            if each.numel() < LEAST_CODED or each.dtype != torch.float32
+            if each.numel() < MIN_CODED or each.dtype != torch.float32
         }
     plain = PlainMoments()
     return NarrowAdamW(

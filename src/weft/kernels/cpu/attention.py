@@ -16,14 +16,14 @@ from weft.kernels.cpu import library, rows
 from weft.kernels.cpu.library import AttentionStruct, HeadsStruct
 from weft.kernels.types import AttentionState, VarlenSegments
 
-MOST_DIM = 256  # largest head size
+MAX_DIM = 256  # largest head size
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernels support these queries, keys and values [T, heads, dim]."""
     same_dtype = q.dtype == k.dtype == v.dtype
     same_dim = q.shape[2] == k.shape[2] == v.shape[2]
-    return same_dtype and same_dim and q.shape[2] <= MOST_DIM and library.serves(q, k, v)
+    return same_dtype and same_dim and q.shape[2] <= MAX_DIM and library.serves(q, k, v)
 
 
 def attend(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.kernels.cpu import library
 from weft.kernels.cpu.library import get_pointer
-from weft.kernels.cpu.rows import MOST_ROWS
+from weft.kernels.cpu.rows import MAX_ROWS
 
 NO_MEMORY = -2  # value of `Outcome` in kernels.h
 
@@ -178,7 +178,7 @@ class CachedForward:
             dim=weights.head_dim,
             inner=weights.intermediate_size,
             room=weights.blocks[0].keys.shape[2],
-            few=MOST_ROWS,
+            few=MAX_ROWS,
             eps=weights.eps,
             offset=weights.offset,
         )

@@ -400,8 +400,8 @@ def _describe_error(error: Exception) -> str:
 
 
 VECTOR = 16  # floats per vector register of the widest CPUs
-LEAST_QUERIES = 4  # torch sums over fewer query rows in another order
-LEAST_SPARED_KEYS = 256  # least number of keys per step that merging a prefix must save to pay off
+MIN_QUERIES = 4  # torch sums over fewer query rows in another order
+MIN_SPARED_KEYS = 256  # least number of keys per step that merging a prefix must save to pay off
 
 
 def in_vectors(length: int, device: torch.device) -> int:

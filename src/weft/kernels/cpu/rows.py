@@ -156,7 +156,7 @@ def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -
     library.call("weft_store", k, v, keys, values, indices, *strides, *k.shape, keys.shape[2])
 
 
-MOST_ROWS = 128  # most rows of a product that `weft_product` computes
+MAX_ROWS = 128  # most rows of a product that `weft_product` computes
 
 
 def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
@@ -191,7 +191,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     prepared_bias = None if bias is None else bias.to(right.dtype).contiguous()
     (rows, inner_size), size = x.shape, right.shape[0]
     out = x.new_empty(rows, size)
-    if rows <= MOST_ROWS and right.is_contiguous():
+    if rows <= MAX_ROWS and right.is_contiguous():
         library.call(
             "weft_product", x.contiguous(), right, prepared_bias, out, size, rows, size, inner_size
         )

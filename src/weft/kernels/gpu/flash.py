@@ -20,8 +20,8 @@ from torch import Tensor
 from weft.kernels.types import AttentionSpec, VarlenLengths
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_DIM = 256  # largest head size; it must also be a multiple of 8
-LEAST_CAPABILITY = (8, 0)  # Ampere
+MAX_DIM = 256  # largest head size; it must also be a multiple of 8
+MIN_CAPABILITY = (8, 0)  # Ampere
 HOPPER_MAJOR = 9  # major compute capability that version 3 requires
 FA3_NAME = "FA3"  # torch's name of version 3
 FA3_PACKAGE = "flash_attn_interface"  # package of version 3
@@ -126,13 +126,13 @@ def _activate() -> str | None:
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the flash kernels support this dtype and head size on the device."""
-    is_supported = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
+    is_supported = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MAX_DIM
     return is_supported and device.type == "cuda" and _has_kernels(device.index or 0)
 
 
 @functools.cache
 def _has_kernels(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= MIN_CAPABILITY
 
 
 def attend_packed(

@@ -29,7 +29,7 @@ from weft.kernels.copy_queue import put
 from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training
-LEAST_DIM = 16  # smallest head size: the kernels' tiles have this many columns
+MIN_DIM = 16  # smallest head size: the kernels' tiles have this many columns
 RECOMPILE_LIMIT = 256  # most shapes of a function that are compiled; torch's default is 8
 
 Modifier = Callable[..., Tensor]
@@ -43,7 +43,7 @@ def serves(device: torch.device, head_dim: int) -> bool:
     On a CPU, the result is False: torch has a fused kernel only for the forward pass, and weft's
     own kernels are better.
     """
-    return device.type == "cuda" and head_dim >= LEAST_DIM and can_compile()
+    return device.type == "cuda" and head_dim >= MIN_DIM and can_compile()
 
 
 @functools.cache

@@ -23,9 +23,9 @@ from weft.kernels.gpu import flex
 VARIABLE = "WEFT_GPU_KERNELS"
 KERNELS = ("add_norm", "store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MOST_WIDTH = 16384  # most elements of a row that one program normalizes at once
+MAX_WIDTH = 16384  # most elements of a row that one program normalizes at once
 ELEMENTS_PER_WARP = 512  # of a row that a program normalizes; a warp has 32 threads
-MOST_WARPS = 16
+MAX_WARPS = 16
 STORE_BLOCK = 1024  # most elements of a token's keys that one program copies
 
 
@@ -78,7 +78,7 @@ def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -
 
 def serves_add_norm(x: Tensor, weight: Tensor) -> bool:
     """Return whether `add_rms_norm` is switched on and supports rows like those of x."""
-    return x.shape[-1] <= MOST_WIDTH and serves("add_norm", x, weight)
+    return x.shape[-1] <= MAX_WIDTH and serves("add_norm", x, weight)
 
 
 def add_rms_norm(
@@ -108,7 +108,7 @@ def add_rms_norm(
         OFFSET=offset,
         WIDE=sources.tl.float64 if x.dtype == torch.float64 else sources.tl.float32,
         BLOCK=block,
-        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MOST_WARPS),
+        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
     )
     return total, normed
 

@@ -262,7 +262,7 @@ def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: 
     if q.device.type != "cpu" or spec.softcap is not None:
         return rectangles.attend_masked(grouped, k, v, mask == 0, spec).flatten(1, 2)
     # Repeat the queries if there are few, for the same rounding as with many queries.
-    min_queries = kernels.LEAST_QUERIES
+    min_queries = kernels.MIN_QUERIES
     if group >= min_queries:
         repeated = grouped
     else:
@@ -343,7 +343,7 @@ def _attend_after_prefix(
     )
     # Pad keys to whole vectors and queries to a minimum, for the same rounding as in training.
     padding = kernels.in_vectors(k.shape[2], q.device) - k.shape[2]
-    extra_rows = max(0, kernels.LEAST_QUERIES - count)
+    extra_rows = max(0, kernels.MIN_QUERIES - count)
     padded_q = F.pad(q, (0, 0, 0, extra_rows))
     mask = F.pad(F.pad(mask, (0, padding), value=-torch.inf), (0, 0, 0, extra_rows))
     k, v = rectangles.repeat_kv_heads(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)))

@@ -85,7 +85,7 @@ def attend_tail(
     positions = torch.arange(length + padding, device=q.device)
     # On a CPU, add queries that see all keys, for the same rounding as with many queries.
     if q.device.type == "cpu":
-        extra_rows = max(0, kernels.LEAST_QUERIES - count)
+        extra_rows = max(0, kernels.MIN_QUERIES - count)
     else:
         extra_rows = 0
     mask = is_visible(positions[length - count : length, None], positions, spec)

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 SIZE_LIMIT = 2**31  # exclusive
 LAYER_KEYS = ("num_hidden_layers", "n_layer")  # keys of the number of layers
-MOST_LAYERS = 2**14
-MOST_EXPERTS = 2**14
-MOST_WEIGHTS = 1e14
+MAX_LAYERS = 2**14
+MAX_EXPERTS = 2**14
+MAX_WEIGHTS = 1e14

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.families import LAYER_KEYS, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS, SIZE_LIMIT
+from weft.models.families import LAYER_KEYS, MAX_EXPERTS, MAX_LAYERS, MAX_WEIGHTS, SIZE_LIMIT
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import explain_read_errors
@@ -142,8 +142,8 @@ class ConfigReader:
         if value is None:
             return default
         problem = describe_problem(value, default)
-        if not problem and key in LAYER_KEYS and value > MOST_LAYERS:
-            problem = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
+        if not problem and key in LAYER_KEYS and value > MAX_LAYERS:
+            problem = f"that is more than {MAX_LAYERS:,} and is treated as a mistake"
         if problem:
             raise CheckpointError(f"{key}={value!r}: {problem}")
         return value
@@ -246,14 +246,14 @@ def check_sizes(config: TransformerConfig) -> None:
     for rate in (config.embed_dropout, config.hidden_dropout, config.attention_dropout):
         if not 0 <= rate < 1:
             raise CheckpointError(f"a dropout of {rate}: it must be at least 0 and less than 1")
-    if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
+    if experts is not None and not 1 <= experts.top_k <= experts.num <= MAX_EXPERTS:
         raise CheckpointError(
             f"sends a token to {experts.top_k} of {experts.num} experts: the first number must be 1 "
-            f"or more and not exceed the second, which must not exceed {MOST_EXPERTS:,}"
+            f"or more and not exceed the second, which must not exceed {MAX_EXPERTS:,}"
         )
-    if config.num_weights > MOST_WEIGHTS:
+    if config.num_weights > MAX_WEIGHTS:
         raise CheckpointError(
-            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are treated "
+            f"describes {config.num_weights:.1e} weights; more than {MAX_WEIGHTS:.0e} are treated "
             f"as a mistake"
         )
 

@@ -48,7 +48,7 @@ class PrefixGroup:
         prefix: Cache that contains the prefix.
         rows: Indices of the rows, int64 [S].
         queries: `rows`, padded with copies of the last index to a multiple of
-            `kernels.LEAST_QUERIES`, int64. With fewer queries, torch would sum in another order,
+            `kernels.MIN_QUERIES`, int64. With fewer queries, torch would sum in another order,
             and results would be rounded differently.
     """
 
@@ -59,7 +59,7 @@ class PrefixGroup:
     @classmethod
     def from_rows(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
         """Create a group; `rows` are the indices of the rows whose sequences begin with `prefix`."""
-        queries = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
+        queries = rows + rows[-1:] * (-len(rows) % kernels.MIN_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(queries, device=device))
 
 

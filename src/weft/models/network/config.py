@@ -27,7 +27,7 @@ class Rope:
     theta: float
     dim: int
     scaling: str = "none"
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 from weft import kernels
 from weft.kernels import SoftmaxStatistics
 
-# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, this is
+# Largest number of logits in a chunk, unless `MIN_CHUNK_ROWS` rows have more. On a CPU, this is
 # 64 MB in float32; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, which is slow for fewer rows
+MIN_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, which is slow for fewer rows
 
 
 class OutputVocabulary(Protocol):
@@ -168,11 +168,11 @@ def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
 
     The size is limited so that the logits of a chunk need little memory.
     """
-    return max(LEAST_CHUNK_ROWS, get_chunk_cells(device) // vocab_size)
+    return max(MIN_CHUNK_ROWS, get_chunk_cells(device) // vocab_size)
 
 
 def get_chunk_cells(device: torch.device) -> int:
-    """Return the largest number of logits in a chunk of more than `LEAST_CHUNK_ROWS` rows."""
+    """Return the largest number of logits in a chunk of more than `MIN_CHUNK_ROWS` rows."""
     return CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS)
 
 
