@@ -16,7 +16,7 @@ MAX_REPORTS = 20
 MAX_NAMES = 40  # names listed in an error message
 MIN_SIMILARITY = 0.65  # least `SequenceMatcher` ratio of two similar names
 MAX_SIMILARITY_GAP = 0.15  # greatest distance in ratio from the most similar name
-# PART: ratio assigned to a name with a word that starts with the typed text.
+# SUBSTRING_SIMILARITY: ratio assigned to a name with a word that starts with the typed text.
 # MIN_SUBSTRING: minimum length of that text.
 SUBSTRING_SIMILARITY = 0.75
 MIN_SUBSTRING = 3
