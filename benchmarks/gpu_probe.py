@@ -30,6 +30,7 @@ def probe(run: Run) -> None:
     needing_a_gpu: Mapping[str, tuple[Callable[[torch.device], float], float]] = {
         "flash attention over packs and its gradients": (flash_attention, BFLOAT16),
         "compiled pointwise formulas": (formulas, BFLOAT16),
+        "fused draws": (fused_draws, FLIPPED),
         "fused sums and norms": (fused_norm, BFLOAT16),
         "fused writes to the cache": (fused_store, 0.0),
         "FlexAttention over a shared prefix": (flex_attention, BFLOAT16),
@@ -149,6 +150,31 @@ def formulas(device: torch.device) -> float:
         for a, b in zip((made, *gradients), wanted, strict=True)
         if b is not None
     )
+
+
+def fused_draws(device: torch.device) -> float:
+    """The share of draws that are not the exact ones, of greedy ones too; infinite where a log-prob
+    is wrong.
+    """
+    from weft.engine.generation import sampling
+    from weft.kernels import fused
+
+    logits, worst = drawn(device, 64, 151_936, dtype=torch.float32) * 3, 0.0
+    uniforms = torch.rand(64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    temperatures = torch.full((64,), 0.8, dtype=torch.float64)
+    wide = logits.double().cpu()
+    scores = (logits.cpu() / temperatures.float()[:, None]).double()
+    tokens, logprobs = fused.draw(logits, uniforms.to(device), temperatures.to(device))
+    best, best_logprobs = fused.draw(logits, uniforms.to(device), None)
+    for found, exact, row, of_row in (
+        (tokens, sampling.invert_cdf(scores.softmax(-1), uniforms), scores, logprobs),
+        (best, wide.argmax(-1), wide, best_logprobs),
+    ):
+        expected = row.log_softmax(-1).gather(1, found.cpu()[:, None])[:, 0]
+        if relative(of_row.cpu(), expected) > FLOAT32:
+            return float("inf")
+        worst = max(worst, float((found.cpu() != exact).float().mean()))
+    return worst
 
 
 def fused_norm(device: torch.device) -> float:

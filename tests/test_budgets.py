@@ -21,6 +21,7 @@ EXCUSED: dict[tuple[str, str, str], str] = {
         "a verifier's options are its parameters, and it has many"
     ),
     ("parameters", "src/weft/kernels/gpu/fused_triton.py", "add_rms_norm"): TRITON,
+    ("parameters", "src/weft/kernels/gpu/fused_triton.py", "draw"): TRITON,
     ("parameters", "src/weft/kernels/gpu/fused_triton.py", "store"): TRITON,
     ("class", "src/weft/data/sample.py", "SequenceSample"): (
         "the batch type of all packages: many short methods without state besides its fields"

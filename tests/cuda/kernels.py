@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.cuda.device import uncounted
 from tests.kernels.gpu.varlen_contract import varlen_attn
-from weft.engine.generation import caches, graphs
+from weft.engine.generation import caches, graphs, sampling
 from weft.kernels import compiling, flash, flex, formulas, fused
 
 CALLS: Counter[str] = Counter()
@@ -32,6 +33,7 @@ def install(*, reads_pages: bool) -> None:
     compiling.compile_dynamic = _counted  # type: ignore[assignment]
     fused.store = _store  # type: ignore[assignment]
     fused.add_rms_norm = _add_rms_norm  # type: ignore[assignment]
+    fused.draw = _draw  # type: ignore[assignment]
     torch.nn.functional.rms_norm = _rms_norm
     caches.build_cuda_capture = graphs.build_cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
@@ -65,6 +67,14 @@ def _add_rms_norm(
         if offset:
             return total, formulas.rms_norm(total, weight, eps, offset)[0]
         return total, torch.rms_norm(total, weight.shape, weight, eps)
+
+
+def _draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+    CALLS["draw"] += 1
+    _computes_on(logits)
+    with uncounted(), patch.object(fused, "serves", lambda *_: False):
+        drawn = sampling.sample_rows(logits, uniforms, temperatures)
+    return drawn.tokens, drawn.logprobs
 
 
 def _store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:

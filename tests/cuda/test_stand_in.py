@@ -155,3 +155,4 @@ def test_fused_kernels_change_no_token_and_save_the_launches_of_the_table(
         assert calls[f"{name}: saved elsewhere"] == int(elsewhere), name
     assert calls["all: saved per layer"] == sum(int(per_layer) for _, per_layer, _ in table)
     assert f"{calls['launches per layer']} per layer of a Llama" in page
+    assert f"{calls['draw: saved elsewhere'] + 1} for the draw of the tokens" in page

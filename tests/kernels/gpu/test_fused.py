@@ -22,14 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.bounds import assert_within, rms_norm_bounds, unit
+from tests.bounds import assert_within, gamma, rms_norm_bounds, unit
 from weft.errors import ConfigError
 from weft.kernels import fused
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-examples = settings(max_examples=20)
+examples = settings(max_examples=15)
 Run = Callable[..., None]
 
 
@@ -179,6 +179,116 @@ def test_a_sum_and_its_norm_are_computed_on_the_device() -> None:
     check_wide_norms("cuda")
     for dtype in fused.DTYPES:
         check_add_norm("cuda", 300, 2048, dtype, 1.0)
+
+
+# -- the draw of tokens
+
+
+def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = normal(rows, vocab, seed=seed, dtype=torch.float64)
+    match kind:
+        case "rising":  # each id is the largest so far
+            x = x.abs().cumsum(-1) * (60.0 / vocab)
+        case "falling":
+            x = x.abs().cumsum(-1) * (-60.0 / vocab)
+        case "wide":
+            x = 40.0 * x
+        case "banned":  # most ids, long runs of them among these
+            x[x > x.sort(-1).values[:, vocab // 8 : vocab // 8 + 1]] = -torch.inf
+            x[:, : vocab // 3] = -torch.inf
+            x[:, -1] = 0.0
+        case "equal":
+            x = x.round().clamp(max=1.0)
+    return x.to(dtype)
+
+
+def check_draws(
+    device: str, kind: str, vocab: int, dtype: torch.dtype, seed: int, uniforms: list[float]
+) -> None:
+    """Each row's token is the inverse of its distribution function at its number, unless a boundary
+    is as near as the kernel's roundings.
+    """
+    logits = make_logits(kind, len(uniforms), vocab, dtype, seed)
+    numbers = torch.tensor(uniforms, dtype=torch.float64)
+    some = torch.tensor([1.0, 0.7, 0.0, 1.3], dtype=torch.float64)
+    temperatures = some.repeat(len(uniforms))[: len(uniforms)]
+    columns = torch.stack([numbers, temperatures], 1).to(device)  # as in a decode step
+    padded = torch.zeros(len(uniforms), vocab + 3, dtype=dtype)
+    padded[:, :vocab] = logits
+    for greedy in (False, True):
+        with torch.no_grad():
+            tokens, logprobs = fused.draw(
+                padded.to(device)[:, :vocab], columns[:, 0], None if greedy else columns[:, 1]
+            )
+        scores = logits.to(torch.promote_types(dtype, torch.float32))
+        if greedy:
+            assert torch.equal(tokens.cpu(), scores.argmax(-1))
+        else:
+            scores = scores / temperatures.where(temperatures > 0, 1.0).to(scores.dtype)[:, None]
+        check_drawn(scores, None if greedy else numbers, tokens.cpu(), logprobs.cpu())
+
+
+def check_drawn(scores: Tensor, uniforms: Tensor | None, tokens: Tensor, logprobs: Tensor) -> None:
+    """A weight is a product of exponentials of differences d, one for each larger score that its
+    lane meets, and one for the row's largest: the d add up to the distance to that. Each is right
+    within 4 u, its d within u d, and so is the exponent in units of log 2. A cumulative weight loses
+    at most what the mean weight does, and so does the total.
+    """
+    assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
+    u, z, vocab = unit(scores.dtype), scores.double(), scores.shape[1]
+    steps = -(-vocab // (fused.DRAW_SEGMENTS * fused.DRAW_LANES))
+    p, top, lse = z.softmax(-1), z.amax(-1), z.logsumexp(-1)
+    below = torch.where(z > -torch.inf, top[:, None] - z, 0.0)
+    lost = (p * u * (2 * below + 4 * (steps + 1))).sum(-1) + gamma(vocab + 64, torch.float64)
+    picked, first = tokens[:, None], scores.gather(1, tokens[:, None])[:, 0].double()
+    assert bool((p.gather(1, picked) > 0).all()), "an id without weight"
+    if uniforms is not None:
+        ends = p.cumsum(-1)
+        after = ends.gather(1, picked)[:, 0]
+        before = after - p.gather(1, picked)[:, 0]
+        assert bool((uniforms >= before - 2 * lost).all()), (uniforms, before, tokens)
+        assert bool((uniforms < after + 2 * lost).all()), (uniforms, after, tokens)
+    size = (top - first) + 4 * (lse - top) + (first - lse).abs() + 6
+    rounded = unit(torch.float32) * (first - lse).abs()
+    assert_within(logprobs, first - lse, 1.01 * (lost + u * size + rounded))
+
+
+KINDS = ["normal", "rising", "falling", "wide", "banned", "equal"]
+UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
+
+
+@needs_triton
+@examples
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 9000),
+    DTYPES,
+    st.integers(0, 99),
+    st.lists(UNIFORMS, min_size=1, max_size=2),
+)
+def test_tokens_are_drawn_as_by_the_inverse_of_the_distribution_function(
+    run: Run, kind: str, vocab: int, dtype: torch.dtype, seed: int, uniforms: list[float]
+) -> None:
+    run(check_draws, "cpu", kind, vocab, dtype, seed, uniforms)
+
+
+VOCABULARIES = [257, 32_000, 128_256, 151_936]
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_vocabularies_of_networks_are_drawn_from(run: Run, vocab: int) -> None:
+    for kind in ("rising", "equal"):
+        run(check_draws, "cpu", kind, vocab, torch.float32, 1, [0.1, 0.999])
+
+
+@needs_cuda
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_tokens_are_drawn_on_the_device(vocab: int) -> None:
+    uniforms = torch.rand(40, generator=torch.Generator().manual_seed(2)).tolist()
+    for kind in KINDS:
+        for dtype in fused.DTYPES:
+            check_draws("cuda", kind, vocab, dtype, 3, uniforms)
 
 
 # -- the two writes to the cache

@@ -146,10 +146,12 @@ def find_top_logprobs(
 def sample_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> SampledTokens:
     """Sample from the whole vocabulary as `sample` does, but with one temperature per row.
 
-    `temperatures` is [R]; rows with temperature 0 are padding. If `temperatures` is None, the
-    likeliest ids are returned. The computation does not depend on the host, so a CUDA graph can
-    capture it.
+    `uniforms` and `temperatures` are float64 [R]; rows with temperature 0 are padding. If
+    `temperatures` is None, the likeliest ids are returned. The computation does not depend on the
+    host, so a CUDA graph can capture it.
     """
+    if kernels.fused.serves("draw", logits):
+        return SampledTokens(*kernels.fused.draw(logits, uniforms, temperatures))
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperatures is None:
         return SampledTokens(tokens := scores.argmax(dim=-1), _compute_logprobs(scores, tokens))

@@ -21,11 +21,13 @@ from weft.errors import ConfigError
 from weft.kernels.gpu import flex
 
 VARIABLE = "WEFT_GPU_KERNELS"
-KERNELS = ("add_norm", "store")
+KERNELS = ("add_norm", "draw", "store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_WIDTH = 16384  # most elements of a row that one program normalizes at once
 ELEMENTS_PER_WARP = 512  # of a row that a program normalizes; a warp has 32 threads
 MAX_WARPS = 16
+DRAW_SEGMENTS = 128  # parts of the vocabulary whose weights are added separately
+DRAW_LANES = 64  # sums of each part
 STORE_BLOCK = 1024  # most elements of a token's keys that one program copies
 
 
@@ -111,6 +113,45 @@ def add_rms_norm(
         num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
     )
     return total, normed
+
+
+def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draw one id per row of `logits` [R, V]; return ids int64 [R] and log-probs float32 [R].
+
+    A row is drawn from the softmax of its logits divided by its temperature: the result is the
+    first id whose cumulative weight exceeds `uniform * total`. `uniforms` are random numbers in
+    [0, 1), and rows with temperature 0 are padding; both are float64 [R]. If `temperatures` is
+    None, the result is the first id of the largest logit. Weights are float32 (float64 for float64
+    logits), and their sums are float64. The computation does not depend on the host.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    length = -(-vocab // (DRAW_SEGMENTS * DRAW_LANES)) * DRAW_LANES
+    is_greedy = temperatures is None
+    temperatures = uniforms if temperatures is None else temperatures
+    sources = _load_kernels()
+    sources.draw[rows,](
+        logits,
+        uniforms,
+        temperatures,
+        tokens,
+        logprobs,
+        logits.stride(0),
+        uniforms.stride(0),
+        temperatures.stride(0),
+        vocab,
+        GREEDY=is_greedy,
+        WIDE=sources.tl.float64 if logits.dtype == torch.float64 else sources.tl.float32,
+        SEGMENTS=DRAW_SEGMENTS,
+        LANES=DRAW_LANES,
+        LENGTH=length,
+        BLOCK=flex.round_to_power_of_two(length),
+        num_warps=MAX_WARPS,
+    )
+    return tokens, logprobs
 
 
 @functools.cache
