@@ -96,6 +96,7 @@ SMALL = Sizes(
 FIRST = ("tests", "agreement")  # what is wrong in them makes every other figure worthless
 # git ignores it, so it stays where it is between two commands on one machine
 KEPT = ROOT / "build" / "gpu-run"
+ENDS = 5.0  # seconds in which a process that is ended is gone
 MOST_BYTES = 12 * 2**20  # of a file that is written
 # On the page -> what nvidia-smi calls it.
 DRIVER_FACTS = {
@@ -341,7 +342,8 @@ class Child:
         self.is_ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDS)  # the driver can hold a process that waits for a hung GPU
 
 
 def _apart(name: str, chosen: argparse.Namespace, report: Report, folder: Path) -> None:

@@ -238,6 +238,22 @@ def test_what_outlives_a_section_is_ended_too(
         time.sleep(0.01)
 
 
+def test_a_process_that_cannot_be_ended_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that hangs can keep a process in the kernel, where no signal reaches it."""
+    report = gpu.Report(FACTS, None)
+    child = child_of("import time; time.sleep(600)\n", tmp_path, monkeypatch, report)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        patch.setattr(gpu, "ENDS", 0.01)
+        child.limit = 0.0
+        child.finish(report)
+    assert report.failed == {"limits": "did not end within 0 s"}
+    child.process.kill()
+    child.process.wait()
+
+
 @pytest.mark.parametrize("given", [None, "3"])
 def test_the_share_of_the_processor_is_the_process_s(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
