@@ -29,14 +29,13 @@ def decode(run: Run) -> None:
     fitting = those_that_fit(batches, room)
     for batch in (batch for batch in batches if batch not in fitting):
         run.leave_out(f"{batch} sequences of {longest} tokens: keys and values of {room} have room")
-    ours = {batch: _decode_step(run, made, batch, prompt, context, steps) for batch in fitting}
-    if sizes.compared in ours:
-        _decode_step(run, made, sizes.compared, prompt, context, steps, ahead=False)
-    run.peak("decode")
+    for batch in fitting:
+        seconds = _decode_step(run, made, batch, prompt, context, steps)
+        if batch == sizes.compared:  # before larger ones, for which time may be short
+            _decode_step(run, made, batch, prompt, context, steps, ahead=False)
+            run.peak(f"decode, {batch} sequences")
+            _beside_generate(run, seconds, prompt, steps)
     run.compilations("decode")
-    del made
-    if sizes.compared in ours:
-        _beside_generate(run, ours[sizes.compared], prompt, steps)
 
 
 def those_that_fit(wanted: Iterable[int], room: int) -> list[int]:
