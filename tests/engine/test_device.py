@@ -13,6 +13,7 @@ import torch
 from weft.engine import device
 from weft.engine.device import read_cgroup_limits
 from weft.errors import ConfigError
+from weft.kernels import fused
 
 
 def test_devices() -> None:
@@ -105,6 +106,17 @@ def test_flash_attention_that_cannot_be_had_is_refused() -> None:
         match=r"flash_attention=fa3: cpu is not a GPU of compute capability 9\.x; leave it out",
     ):
         device.choose_flash(cpu, "fa3")
+
+
+def test_fused_kernels_are_part_of_what_a_gpu_computes_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    plain = device.describe_numerics(gpu)
+    monkeypatch.setattr(fused, "read_switches", lambda: frozenset({"store", "draw"}))
+    assert device.describe_numerics(gpu) == plain | {"gpu_kernels": ["draw", "store"]}
+    assert "gpu_kernels" not in {*plain, *device.describe_numerics(cpu)}
 
 
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
