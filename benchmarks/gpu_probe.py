@@ -54,12 +54,13 @@ def probe(run: Run) -> None:
 
 def abilities() -> dict[str, str]:
     """What the installed kernels can do."""
-    from weft.kernels import flash, flex
+    from weft.kernels import flash, flex, fused
 
     return {
         "flash": str(flash.find_features()),
         "flash version": str(flash.find_version()),
         "flex": str(flex.can_compile()),
+        "fused": ", ".join(sorted(fused.read_switches())) or "none",
     }
 
 
