@@ -104,10 +104,10 @@ def test_writes_to_the_cache_compile(compiled: Compile, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", HALF_AND_WHOLE)
 def test_sums_and_norms_compile(compiled: Compile, dtype: torch.dtype) -> None:
-    for width in (4096, fused.MOST_WIDTH):
+    for width in (4096, fused.MAX_WIDTH):
         x = torch.empty(2, width, dtype=dtype)
         usage = compiled(lambda x=x: fused.add_rms_norm(x, x, x[0], 1e-6, 0.0))
-        check(usage, 32 * min(width // fused.ELEMENTS_PER_WARP, fused.MOST_WARPS))
+        check(usage, 32 * min(width // fused.ELEMENTS_PER_WARP, fused.MAX_WARPS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,4 +117,4 @@ def test_sums_and_norms_compile(compiled: Compile, dtype: torch.dtype) -> None:
 def test_draws_compile(compiled: Compile, vocab: int, greedy: bool, dtype: torch.dtype) -> None:
     logits, numbers = torch.empty(1, vocab, dtype=dtype), torch.empty(1, dtype=torch.float64)
     usage = compiled(lambda: fused.draw(logits, numbers, None if greedy else numbers))
-    check(usage, 32 * fused.MOST_WARPS)
+    check(usage, 32 * fused.MAX_WARPS)
