@@ -272,6 +272,26 @@ def test_tokens_are_drawn_as_by_the_inverse_of_the_distribution_function(
     run(check_draws, "cpu", kind, vocab, dtype, seed, uniforms)
 
 
+def check_not_finite(device: str) -> None:
+    """Weights that have diverged show in the log-prob, whichever token is drawn."""
+    logits = torch.zeros(6, 300)
+    for row, (place, value) in enumerate(
+        [(0, torch.nan), (131, torch.nan), (299, torch.nan), (7, torch.inf), (299, torch.inf)]
+    ):
+        logits[row, place] = value
+    uniforms = torch.linspace(0.0, 0.9, 6, dtype=torch.float64, device=device)
+    for temperatures in (None, torch.ones_like(uniforms)):
+        with torch.no_grad():
+            tokens, logprobs = fused.draw(logits.to(device), uniforms, temperatures)
+        assert logprobs.isnan().tolist() == [True] * 5 + [False]
+        assert bool(((tokens >= 0) & (tokens < 300)).all())
+
+
+@needs_triton
+def test_logits_that_are_not_finite_show_in_the_log_prob(run: Run) -> None:
+    run(check_not_finite, "cpu")
+
+
 VOCABULARIES = [257, 32_000, 128_256, 151_936]
 
 
@@ -285,6 +305,7 @@ def test_vocabularies_of_networks_are_drawn_from(run: Run, vocab: int) -> None:
 @needs_cuda
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_tokens_are_drawn_on_the_device(vocab: int) -> None:
+    check_not_finite("cuda")
     uniforms = torch.rand(40, generator=torch.Generator().manual_seed(2)).tolist()
     for kind in KINDS:
         for dtype in fused.DTYPES:

@@ -122,7 +122,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple
     first id whose cumulative weight exceeds `uniform * total`. `uniforms` are random numbers in
     [0, 1), and rows with temperature 0 are padding; both are float64 [R]. If `temperatures` is
     None, the result is the first id of the largest logit. Weights are float32 (float64 for float64
-    logits), and their sums are float64. The computation does not depend on the host.
+    logits), and their sums are float64. The log-prob of a row with a NaN or an infinite logit is
+    NaN. The computation does not depend on the host.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()

@@ -98,7 +98,7 @@ def draw(
         ids = first + start
         scores = _load_scores(logits, ids, ids < vocab, temperature, GREEDY)
         is_larger = scores > largest
-        least = tl.minimum(scores, largest)
+        least = tl.where(is_larger, largest, scores)  # unlike a minimum, NaN if the score is
         best = tl.where(is_larger, ids, best)
         largest = tl.maximum(scores, largest)
         # The exponential is the new id's weight, or the factor by which a larger maximum divides.
