@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from weft.models.kv.slots import Cached
 from weft.models.network import dropout
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
+from weft.models.network.fused_sums import PendingSum
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE, MoEAuxLoss
 from weft.models.network.packed import Packed
@@ -53,8 +54,7 @@ class BlockContext:
             over cached sequences that contain the prefix already.
         stream: Rows and dropout of the residual stream; None for the rows `rows` and the dropout
             `mlp_dropout`.
-        fuses_sums: True if a norm and the sum before it are one kernel. Blocks then return a
-            `PendingSum`, which the next norm computes.
+        fuses_sums: True if blocks return a `PendingSum`, which the next norm computes.
     """
 
     pack: Packed
@@ -87,18 +87,6 @@ class BlockContext:
 
 
 @dataclass(frozen=True)
-class PendingSum:
-    """Hidden states x + delta, each [T, hidden], whose sum is not computed yet."""
-
-    x: Tensor
-    delta: Tensor
-
-    def compute(self) -> Tensor:
-        """Return the sum."""
-        return self.x + self.delta
-
-
-@dataclass(frozen=True)
 class CompiledParts:
     """Compiled versions of `Block.compute_heads` and `Block.compute_output`.
 
@@ -120,6 +108,7 @@ class Norm(nn.Module):
         self.size = size or config.hidden_size
         self.eps = config.norm_eps
         self.kind = config.norm
+        self.offset = 0.0 if config.norm == "rms" else 1.0  # added to the weights of an RMS norm
         if config.norm_weight:
             self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.size))
         else:
@@ -135,33 +124,12 @@ class Norm(nn.Module):
         assert self.weight is not None
         return kernels.rms_norm(x, self.weight, self.eps, offset=self.offset)
 
-    def can_fuse_sum(self, x: Tensor) -> bool:
-        """Return whether one kernel can compute a `PendingSum` like x together with its norm.
-
-        The kernel calls no hooks of this module, so there must be none.
-        """
-        return (
-            self.kind != "layer"
-            and self.weight is not None
-            and not has_hooks(self)
-            and kernels.fused.serves_add_norm(x, self.weight)
-        )
-
-    @property
-    def offset(self) -> float:
-        """Number that is added to each weight of an RMS norm."""
-        return 0.0 if self.kind == "rms" else 1.0
-
 
 def normalize(norm: Norm, states: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
-    """Return the hidden states and their norm, each [T, hidden].
-
-    One kernel computes the sum of a `PendingSum` and the norm; `norm.can_fuse_sum` must be True.
-    """
-    if not isinstance(states, PendingSum):
-        return states, norm(states)
-    assert norm.weight is not None
-    return kernels.fused.add_rms_norm(states.x, states.delta, norm.weight, norm.eps, norm.offset)
+    """Return the hidden states, added up, and their norm, each [T, hidden]."""
+    if isinstance(states, PendingSum):
+        return states.normalize(norm.weight, norm.eps, norm.offset)
+    return states, norm(states)
 
 
 class Attention(nn.Module):
@@ -312,7 +280,7 @@ class Block(nn.Module):
             x, normed = normalize(self.norm1, x)
         # Choose the compiled or the original functions; compiled code takes the layer as a tensor.
         compute_heads = Block.compute_heads
-        compute_output = Block.compute_output
+        compute_output: Callable[..., Any] = Block.compute_output
         layer = cast("int | Tensor", self.layer)
         if self.compiled is not None and not context.is_cached:
             compute_heads = self.compiled.compute_heads
@@ -325,17 +293,13 @@ class Block(nn.Module):
             for each in (context.dropout, context.mlp_dropout, stream.dropout)
         )
         # Compute attention for all rows, and the output for the selected rows.
-        heads = compute_heads(self, x, input_dropout, normed)
-        attended = self.attention.attend(heads, context)
+        attended = self.attention.attend(compute_heads(self, x, input_dropout, normed), context)
         attended = _select(attended, context.mlp_rows)
-        dropouts = adapter_dropout, residual_dropout
         aux_loss = context.pack.aux_loss
+        arguments = attended, adapter_dropout, residual_dropout, aux_loss, context.fuses_sums
         if aux_loss is None:
-            rows = _select(x, stream.rows)
-            return compute_output(self, rows, attended, *dropouts, None, context.fuses_sums)
-        output = compute_output(self, x, attended, *dropouts, aux_loss)
-        assert isinstance(output, Tensor)  # sums are not fused in training
-        return _select(output, stream.rows)
+            return compute_output(self, _select(x, stream.rows), *arguments)
+        return _select(compute_output(self, x, *arguments), stream.rows)
 
     def compute_heads(
         self, x: Tensor, input_dropout: TokenDropout | None, normed: Tensor | None = None
@@ -366,15 +330,12 @@ class Block(nn.Module):
         `residual_dropout` is the dropout of the outputs of attention and MLP, before they are added
         to x. `fuses_sums` is described in `BlockContext`.
         """
-        add: Callable[[Tensor, Tensor], Tensor | PendingSum]
-        add = PendingSum if fuses_sums else torch.add
-        attention_output = _drop(
-            self.attention.o(attended, adapter_dropout),
-            residual_dropout,
-            self.dropout,
-            dropout.ATTENTION_OUT,
-        )
+        add: Callable[..., Any] = PendingSum if fuses_sums else torch.add
+        attention_output = self.attention.o(attended, adapter_dropout)
         del attended  # free it before the MLP is computed
+        attention_output = _drop(
+            attention_output, residual_dropout, self.dropout, dropout.ATTENTION_OUT
+        )
         mlp_arguments = (adapter_dropout, residual_dropout, aux_loss)
         if self.parallel:
             return add(x + attention_output, self._run_mlp(self.norm2(x), *mlp_arguments))
@@ -390,8 +351,7 @@ class Block(nn.Module):
                 return add(x, self.norm2_post(self._run_mlp(normed, *mlp_arguments)))
             case "after":
                 x = self.norm1(x + attention_output)
-                y: Tensor = self.norm2(x + self._run_mlp(x, *mlp_arguments))
-                return y
+                return self.norm2(x + self._run_mlp(x, *mlp_arguments))
 
     def _run_mlp(
         self,
@@ -410,11 +370,6 @@ class Block(nn.Module):
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run before or after the module's `forward`."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _drop(x: Tensor, token_dropout: TokenDropout | None, rate: float, place: int) -> Tensor:

@@ -47,17 +47,10 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network import prefix, rope, token_outputs
-from weft.models.network.block import (
-    Block,
-    BlockContext,
-    CompiledParts,
-    Norm,
-    PendingSum,
-    has_hooks,
-    normalize,
-)
+from weft.models.network.block import Block, BlockContext, CompiledParts, Norm, normalize
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import EmbeddingDropout, TokenDropout
+from weft.models.network.fused_sums import PendingSum, can_normalize_sums, has_hooks
 from weft.models.network.linear import Linear
 from weft.models.network.lora import list_adapters
 from weft.models.network.moe import MoE
@@ -330,7 +323,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             norms += [block.norm1, block.norm2]
-        return all(norm.can_fuse_sum(states) for norm in norms)
+        return all(can_normalize_sums(norm, states) for norm in norms)
 
     def _run_blocks(
         self, states: Tensor, context: BlockContext, rows: Tensor | None
