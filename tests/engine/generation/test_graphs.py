@@ -235,6 +235,20 @@ def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPat
     assert all(at == 1 for _, at in asked) and device.current == 0
 
 
+def test_a_run_that_fails_before_a_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun to change the state, which is restored on the usual stream."""
+    device = Device()
+    monkeypatch.setattr(torch, "cuda", device)
+
+    def fail(_: Tensor) -> Tensor:
+        device.asked.append(("run", 1))
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        build_cuda_capture(torch.device("cuda", 1))(fail, torch.ones(2, 3))
+    assert device.asked[-2:] == [("run", 1), ("wait_stream", 1)]
+
+
 class Graph:
     """Alive as long as somebody holds its `replay`."""
 

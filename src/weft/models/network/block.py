@@ -327,6 +327,7 @@ class Block(nn.Module):
         # Compute attention for all rows, and the output for the selected rows.
         heads = compute_heads(self, x, input_dropout, normed)
         attended = self.attention.attend(heads, context)
+        del heads, normed  # free them before the MLP is computed
         attended = _select(attended, context.mlp_rows)
         dropouts = adapter_dropout, residual_dropout
         aux_loss = context.pack.aux_loss
