@@ -185,6 +185,26 @@ def test_requests_that_are_submitted_late_and_other_settings(launches: Counter[s
     assert ("late", 0) in found
 
 
+def test_a_step_of_sequences_that_are_gone_is_not_used_for_the_next_ones(
+    launches: Counter[str],
+) -> None:
+    """All sequences are aborted while a step of theirs is ahead, and others follow."""
+    network = build()
+
+    def run(spec: GenerationSpec) -> Tokens:
+        with opened(network, spec, BUDGET, eos=()) as generator:
+            generator.submit(requests(2, 2))
+            events: Tokens = {}
+            collect(events, generator, 6)
+            assert len(generator.abort(["0", "1"])) == 4 and generator.idle
+            generator.submit([Request(id="next", k=0, prompt=[5, 6, 7])])
+            collect(events, generator, 100)
+        return events
+
+    found, _ = run_twice(launches, SPEC, run)
+    assert len(found["next", 0]) == SPEC.max_new_tokens
+
+
 def test_ranks_that_agree_on_tokens_launch_nothing_ahead(launches: Counter[str]) -> None:
     """A step ahead would start from this rank's tokens."""
     from weft.engine.generation.generate import open_generator

@@ -149,10 +149,11 @@ class SampledSteps:
         settings: SettingsTable,
         order: npt.NDArray[np.int64] | None = None,
     ) -> LaunchedStep | None:
-        """Launch a step for all rows, and return it, or None if these rows cannot be sampled so.
+        """Launch a step for all rows, and return it.
 
         If `order` is given, the step is launched ahead, and reads the token of row r at
-        `last_tokens[order[r]]`.
+        `last_tokens[order[r]]`. Returns None and launches nothing if a graph cannot sample these
+        rows.
         """
         count = len(rows)
         sampling = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])

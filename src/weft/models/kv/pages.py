@@ -405,7 +405,7 @@ class PagePool:
     def build_packed(self, step: Tensor, tokens: Tensor | None = None) -> Packed:
         """Return the network's input for a decode step, computed on the device from `step`.
 
-        `step` is the matrix that `PagedCache.step` returns; `tokens`, int64 [R], replace its tokens.
+        `step` is the result of `PagedCache.step`; `tokens`, int64 [R], replace its tokens if given.
         """
         tokens = step[:, TOKEN].long() if tokens is None else tokens
         positions = step[:, POSITION].long()
