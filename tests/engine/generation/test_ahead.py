@@ -96,6 +96,29 @@ def test_steps_are_launched_before_the_last_tokens_are_read(
     assert launches == {"alone": 1, "ahead": steps - 1}, "nothing is computed past the limit"
 
 
+@pytest.mark.parametrize("change", ["close", "weights"])
+def test_a_step_that_is_discarded_is_waited_for(
+    change: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still writes to pages and results."""
+    pending: list[object] = []
+
+    def record(_: torch.device) -> Callable[[], None]:
+        pending.append(mark := object())
+        return lambda: pending.remove(mark)
+
+    monkeypatch.setattr(ahead, "record_event", record)
+    with opened(build(), SPEC, BUDGET, eos=()) as generator:
+        generator.submit([Request(id="a", k=0, prompt=[7, 8, 9])])
+        for _ in range(4):
+            generator.step()
+        assert len(pending) == 1
+        if change == "weights":
+            generator.weights_changed(8)
+            assert not pending
+    assert not pending
+
+
 KINDS = {
     "ends": SPEC,
     "temperature": replace(SPEC, temperature=0.6),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.bounds import assert_within, product_bound
+from weft.engine.generation import graphs as graphs_module
 from weft.engine.generation.graphs import (
     COARSE_GRAPH_SIZES,
     GRAPH_SIZES,
@@ -153,6 +154,17 @@ def test_captures_are_dropped_when_memory_moves() -> None:
     wider = step(4, columns=9)
     assert torch.equal(graphs("r", wider, form=(32, 128)), run(torch.from_numpy(wider)))
     assert recorder.sizes == [4, 4, 4, 4]
+
+
+def test_graphs_are_dropped_once_their_last_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step may still run, since it may be ahead of what the host has read."""
+    graphs = DecodeGraphs({"r": run}, CPU, Recorder(), after=0)
+    left: list[int] = []
+    monkeypatch.setattr(graphs_module, "wait", lambda _: left.append(len(graphs)))
+    graphs("r", step(4), form=0)
+    graphs("r", step(4), form=1)
+    graphs.drop()
+    assert left == [1, 1]
 
 
 def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:

@@ -173,8 +173,10 @@ class SampledSteps:
 
 
 def _count_new_pages(cache: PagedCache, count: int) -> int:
-    """Return how many pages one more token in each of the first `count` rows can take."""
-    tables = cache.tables
+    """Return how many pages one more token in each of the first `count` rows takes.
+
+    Each row has decoded a token, so it shares its last page with no other row: no page is copied.
+    """
     num_tokens = cache.before[:count] + cache.used[:count]
-    is_full = num_tokens // tables.pages.page_size >= tables.page_counts[:count]
-    return int(is_full.sum()) + len(tables.find_shared(np.arange(count), num_tokens))
+    num_places = cache.tables.page_counts[:count] * cache.tables.pages.page_size
+    return int((num_tokens == num_places).sum())
