@@ -96,6 +96,29 @@ def test_steps_are_launched_before_the_last_tokens_are_read(
     assert launches == {"alone": 1, "ahead": steps - 1}, "nothing is computed past the limit"
 
 
+@pytest.mark.parametrize("change", ["close", "weights"])
+def test_a_step_that_is_discarded_is_waited_for(
+    change: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still writes to pages and results."""
+    pending: list[object] = []
+
+    def record(_: torch.device) -> Callable[[], None]:
+        pending.append(mark := object())
+        return lambda: pending.remove(mark)
+
+    monkeypatch.setattr(ahead, "record_event", record)
+    with opened(build(), SPEC, BUDGET, eos=()) as generator:
+        generator.submit([Request(id="a", k=0, prompt=[7, 8, 9])])
+        for _ in range(4):
+            generator.step()
+        assert len(pending) == 1
+        if change == "weights":
+            generator.weights_changed(8)
+            assert not pending
+    assert not pending
+
+
 KINDS = {
     "ends": SPEC,
     "temperature": replace(SPEC, temperature=0.6),
@@ -183,6 +206,26 @@ def test_requests_that_are_submitted_late_and_other_settings(launches: Counter[s
 
     found, _ = run_twice(launches, replace(SPEC, max_new_tokens=20), run)
     assert ("late", 0) in found
+
+
+def test_a_step_of_sequences_that_are_gone_is_not_used_for_the_next_ones(
+    launches: Counter[str],
+) -> None:
+    """All sequences are aborted while a step of theirs is ahead, and others follow."""
+    network = build()
+
+    def run(spec: GenerationSpec) -> Tokens:
+        with opened(network, spec, BUDGET, eos=()) as generator:
+            generator.submit(requests(2, 2))
+            events: Tokens = {}
+            collect(events, generator, 6)
+            assert len(generator.abort(["0", "1"])) == 4 and generator.idle
+            generator.submit([Request(id="next", k=0, prompt=[5, 6, 7])])
+            collect(events, generator, 100)
+        return events
+
+    found, _ = run_twice(launches, SPEC, run)
+    assert len(found["next", 0]) == SPEC.max_new_tokens
 
 
 def test_ranks_that_agree_on_tokens_launch_nothing_ahead(launches: Counter[str]) -> None:

@@ -187,6 +187,18 @@ def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[Pag
     assert kept.num_bytes == 0 and call() == tokens(expected) and len(made) == 2
 
 
+def test_pages_are_not_reused_for_more_sequences_than_their_steps_have(
+    paged: Callable[[], list[PageCaches]],
+) -> None:
+    """Steps for 6 sequences have 8 rows, padding included."""
+    network, kept, made = build(), ReusablePageCaches(), paged()
+    for max_sequences, num_made in ((6, 1), (8, 1), (9, 2)):
+        budget = replace(BUDGET, max_sequences=max_sequences)
+        kept.give_back(kept.take(network, torch.device("cpu"), budget))
+        assert len(made) == num_made
+    kept.drop()
+
+
 def test_a_switch_of_adapters_drops_what_was_captured() -> None:
     network = build()
     before = identify_storage(network)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.bounds import assert_within, product_bound
+from weft.engine.generation import graphs as graphs_module
 from weft.engine.generation.graphs import (
     COARSE_GRAPH_SIZES,
     GRAPH_SIZES,
@@ -155,6 +156,17 @@ def test_captures_are_dropped_when_memory_moves() -> None:
     assert recorder.sizes == [4, 4, 4, 4]
 
 
+def test_graphs_are_dropped_once_their_last_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step may still run, since it may be ahead of what the host has read."""
+    graphs = DecodeGraphs({"r": run}, CPU, Recorder(), after=0)
+    left: list[int] = []
+    monkeypatch.setattr(graphs_module, "wait", lambda _: left.append(len(graphs)))
+    graphs("r", step(4), form=0)
+    graphs("r", step(4), form=1)
+    graphs.drop()
+    assert left == [1, 1]
+
+
 def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:
     tries = 0
 
@@ -233,6 +245,20 @@ def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPat
         "set_stream",
     }
     assert all(at == 1 for _, at in asked) and device.current == 0
+
+
+def test_a_run_that_fails_before_a_capture_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun to change the state, which is restored on the usual stream."""
+    device = Device()
+    monkeypatch.setattr(torch, "cuda", device)
+
+    def fail(_: Tensor) -> Tensor:
+        device.asked.append(("run", 1))
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        build_cuda_capture(torch.device("cuda", 1))(fail, torch.ones(2, 3))
+    assert device.asked[-2:] == [("run", 1), ("wait_stream", 1)]
 
 
 class Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models.common import sequences, tiny
+from weft.models.network.block import Attention, BlockContext
 from weft.models.network.packed import pack
 
 
@@ -62,3 +64,22 @@ def test_a_block_keeps_what_its_products_need() -> None:
     wanted = 4 * config.hidden_size + 2 * heads + 2 * shared + 2 * config.intermediate_size
     small = 2 + config.num_heads  # a number a token of each norm and each head's softmax
     assert 4 * sum(lengths) * wanted < per_layer <= 4 * sum(lengths) * (wanted + heads + small)
+
+
+def test_queries_keys_and_values_are_freed_before_the_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass without gradients, which keeps nothing for a backward pass."""
+    attend = Attention.attend
+    attended: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    def watch(self: Attention, heads: Tensor, context: BlockContext) -> Tensor:
+        attended.append(weakref.ref(heads))
+        return attend(self, heads, context)
+
+    monkeypatch.setattr(Attention, "attend", watch)
+    network: Any = tiny()
+    for block in network.blocks:
+        block.mlp.register_forward_pre_hook(lambda *_: alive.append(attended[-1]() is not None))
+    with torch.no_grad():
+        network.compute_hidden(pack(sequences([9, 4])))
+    assert alive == [False] * network.config.num_layers

@@ -149,10 +149,11 @@ class SampledSteps:
         settings: SettingsTable,
         order: npt.NDArray[np.int64] | None = None,
     ) -> LaunchedStep | None:
-        """Launch a step for all rows, and return it, or None if these rows cannot be sampled so.
+        """Launch a step for all rows, and return it.
 
         If `order` is given, the step is launched ahead, and reads the token of row r at
-        `last_tokens[order[r]]`.
+        `last_tokens[order[r]]`. Returns None and launches nothing if a graph cannot sample these
+        rows.
         """
         count = len(rows)
         sampling = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])
@@ -172,8 +173,10 @@ class SampledSteps:
 
 
 def _count_new_pages(cache: PagedCache, count: int) -> int:
-    """Return how many pages one more token in each of the first `count` rows can take."""
-    tables = cache.tables
+    """Return how many pages one more token in each of the first `count` rows takes.
+
+    Each row has decoded a token, so it shares its last page with no other row: no page is copied.
+    """
     num_tokens = cache.before[:count] + cache.used[:count]
-    is_full = num_tokens // tables.pages.page_size >= tables.page_counts[:count]
-    return int(is_full.sum()) + len(tables.find_shared(np.arange(count), num_tokens))
+    num_places = cache.tables.page_counts[:count] * cache.tables.pages.page_size
+    return int((num_tokens == num_places).sum())

@@ -151,7 +151,7 @@ class BatchGenerator:
         self._head = LogitsHead(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._min_rows = self._caches.min_rows
-        # A step that is launched ahead starts from this rank's tokens, which other ranks may change.
+        # A step ahead starts from this rank's own tokens, but the ranks may agree on others.
         if agree_on_tokens is not sample_locally:
             spec = replace(spec, decode_ahead=False)
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)

@@ -231,10 +231,12 @@ def build_cuda_capture(device: torch.device) -> CaptureFunction:
             current = torch.cuda.current_stream()
             side = torch.cuda.Stream()
             side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    run(inputs)
-            current.wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(WARM_UPS):
+                        run(inputs)
+            finally:  # steps that a failed run began may still write to the state
+                current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             if not alive:
                 pool = torch.cuda.graph_pool_handle()

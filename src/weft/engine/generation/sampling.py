@@ -385,8 +385,9 @@ class SettingsTable:
 
         If `sampling` is None, the result is 0, the index of the generator's own settings. A
         request's values of `seed`, `tokenizer`, `record_support`, `max_support`, `kv_cache_gb` and
-        `decode_ahead` are replaced by the generator's. The generator's stop ids apply to all requests. Raises
-        `ConfigError` for values out of range, and for stop texts without a tokenizer.
+        `decode_ahead` are replaced by the generator's. The generator's stop ids apply to all
+        requests. Raises `ConfigError` for values out of range, and for stop texts without a
+        tokenizer.
         """
         if sampling is None:
             return 0

@@ -189,7 +189,7 @@ class PageTables:
         needed_counts = -(-after // page)
         self.ensure_size(0, int(needed_counts.max()))
         # Find the partly filled pages that other rows use too.
-        shared = self.find_shared(rows, before)
+        shared = self._find_shared(rows, before)
         shared_rows = rows[shared]
         columns = before[shared] // page
         # Replace them one by one. If all users of a page write to it, the last one keeps it.
@@ -225,7 +225,7 @@ class PageTables:
         page = self.pages.page_size
         return self.table[rows, positions // page].astype(np.int64) * page + positions % page
 
-    def find_shared(
+    def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Return the indices i for which row `rows[i]` has a partly filled, shared last page.
@@ -405,7 +405,7 @@ class PagePool:
     def build_packed(self, step: Tensor, tokens: Tensor | None = None) -> Packed:
         """Return the network's input for a decode step, computed on the device from `step`.
 
-        `step` is the matrix that `PagedCache.step` returns; `tokens`, int64 [R], replace its tokens.
+        `step` is the result of `PagedCache.step`; `tokens`, int64 [R], replace its tokens if given.
         """
         tokens = step[:, TOKEN].long() if tokens is None else tokens
         positions = step[:, POSITION].long()

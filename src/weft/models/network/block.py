@@ -294,6 +294,7 @@ class Block(nn.Module):
         )
         # Compute attention for all rows, and the output for the selected rows.
         attended = self.attention.attend(compute_heads(self, x, input_dropout, normed), context)
+        del normed  # free it before the MLP is computed
         attended = _select(attended, context.mlp_rows)
         aux_loss = context.pack.aux_loss
         arguments = attended, adapter_dropout, residual_dropout, aux_loss, context.fuses_sums
