@@ -34,8 +34,8 @@ def decode(run: Run) -> None:
         if batch == sizes.compared:  # before larger ones, for which time may be short
             _decode_step(run, made, batch, prompt, context, steps, ahead=False)
             run.peak(f"decode, {batch} sequences")
+            run.compilations(f"decode, {batch} sequences")  # before those of `generate`
             _beside_generate(run, seconds, prompt, steps)
-    run.compilations("decode")
 
 
 def those_that_fit(wanted: Iterable[int], room: int) -> list[int]:

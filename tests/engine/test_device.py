@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from weft.engine import device
-from weft.engine.backends.common import choose_role_device
 from weft.engine.device import read_cgroup_limits
-from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.kernels import fused
 
@@ -98,27 +96,6 @@ def test_tf32_is_a_gpus_and_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     assert device.describe_numerics(torch.device("cuda"))[
         "tf32"
     ] and "tf32" not in device.describe_numerics(torch.device("cpu"))
-
-
-def test_fused_kernels_are_part_of_a_gpu_s_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert "gpu_kernels" not in device.describe_numerics(gpu)
-    monkeypatch.setattr(fused, "read_switches", lambda: frozenset({"store", "add_norm"}))
-    assert device.describe_numerics(gpu)["gpu_kernels"] == ["add_norm", "store"]
-    assert "gpu_kernels" not in device.describe_numerics(cpu)
-
-
-def test_fused_kernels_with_unknown_names_are_refused_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(fused.VARIABLE, "norm")
-    fused.read_switches.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match="WEFT_GPU_KERNELS=norm: there is no kernel named"):
-            choose_role_device(ModelSpec(device="cpu"))
-    finally:
-        fused.read_switches.cache_clear()
 
 
 def test_flash_attention_that_cannot_be_had_is_refused() -> None:

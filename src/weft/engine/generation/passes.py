@@ -34,6 +34,7 @@ from weft.models.kv.slots import Cached, KVCache, PrefixGroup
 from weft.models.network import rope
 from weft.models.network.block import MLP, Attention, Block, Norm
 from weft.models.network.config import TransformerConfig
+from weft.models.network.fused_sums import has_hooks
 from weft.models.network.linear import Linear
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Embedding, Transformer
@@ -317,7 +318,7 @@ def _supports_network(network: Decoder) -> bool:
     if not isinstance(network, Transformer) or not supports_config(network.config):
         return False
     for module in network.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             return False
         if isinstance(module, Linear) and (len(module.adapters) or module.is_quantized):
             return False

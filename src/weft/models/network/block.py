@@ -109,14 +109,12 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.kind = config.norm
         self.offset = 0.0 if config.norm == "rms" else 1.0  # added to the weights of an RMS norm
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
         if config.norm_weight:
-            self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.size))
-        else:
-            self.weight = None
+            self.weight = nn.Parameter(torch.empty(self.size))
         if config.norm_bias:
-            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(self.size))
-        else:
-            self.bias = None
+            self.bias = nn.Parameter(torch.empty(self.size))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
