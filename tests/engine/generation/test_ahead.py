@@ -28,9 +28,10 @@ from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
 from weft.kernels import flash
+from weft.models.network.config import Experts
 from weft.randomness import derive_key
 
-from .common import build, drain, opened, requests, tokens, use_pages
+from .common import LLAMA, build, drain, opened, requests, tokens, use_pages
 
 SPEC = GenerationSpec(max_new_tokens=12, seed=3)
 BUDGET = GenerationBudget(max_sequences=6, max_tokens=2000, max_prefill_tokens=100)
@@ -226,6 +227,15 @@ def test_a_step_of_sequences_that_are_gone_is_not_used_for_the_next_ones(
 
     found, _ = run_twice(launches, SPEC, run)
     assert len(found["next", 0]) == SPEC.max_new_tokens
+
+
+def test_experts_launch_nothing_ahead(launches: Counter[str]) -> None:
+    """Their host waits for the device in each step, and would deliver tokens a step late."""
+    experts = Experts(num=4, top_k=2, intermediate_size=16)
+    with opened(build(replace(LLAMA, experts=experts)), SPEC, BUDGET) as generator:
+        generator.submit(requests(2, 2))
+        drain(generator)
+    assert launches["alone"] > 0 == launches["ahead"]
 
 
 def test_ranks_that_agree_on_tokens_launch_nothing_ahead(launches: Counter[str]) -> None:

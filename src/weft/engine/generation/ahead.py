@@ -54,14 +54,19 @@ class SampledSteps:
         max_rows: Maximum number of rows of a step, padding included.
         run: Function that launches a step, given its kind ("greedy" or "sampled") and its input. It
             returns tokens and log-probs, float64 [R, 2] on the device.
+        can_go_ahead: False if `run` waits for the device. Then a step ahead would only delay the
+            tokens of the step before.
 
     Attributes:
         last_tokens: Tokens that the last step sampled, int64 [max_rows] on the device.
     """
 
-    def __init__(self, device: torch.device, max_rows: int, run: RunStep) -> None:
+    def __init__(
+        self, device: torch.device, max_rows: int, run: RunStep, *, can_go_ahead: bool = True
+    ) -> None:
         self._device = device
         self._run = run
+        self._can_go_ahead = can_go_ahead
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         # While the results of one step are read, the next step writes to the other buffer.
         self._results, self._next_results = (
@@ -94,7 +99,7 @@ class SampledSteps:
 
         def wait_for_tokens() -> SampledRows:
             # Rows that were added since then are not part of this step.
-            if settings.decodes_ahead and len(rows) == count:
+            if self._can_go_ahead and settings.decodes_ahead and len(rows) == count:
                 self._launch_ahead(cache, pages, rows, settings, order)
             step.wait()
             tokens, logprobs = step.results.numpy()[order].T

@@ -286,8 +286,9 @@ class PageCaches:
         self.blocks = self._build_blocks(budget)
         self._pool = PagePool(config, device, dtype, page=page, max_pages=self.blocks.num_pages + 1)
         sizes = GRAPH_SIZES if _can_flash_read_pages(config, device, dtype) else COARSE_GRAPH_SIZES
-        # Experts read their token counts on the host, which a graph cannot do.
-        if device.type == "cuda" and config.experts is None:
+        # Experts wait for their token counts on the host, which a graph cannot do.
+        has_experts = config.experts is not None
+        if device.type == "cuda" and not has_experts:
             capture = build_cuda_capture(device)
         else:
             capture = None
@@ -300,7 +301,9 @@ class PageCaches:
             "greedy": partial(self._sample_tokens, greedy=True),
         }
         max_rows = find_graph_size(budget.max_sequences, sizes)
-        self._sampled_steps = SampledSteps(device, max_rows, self._run_step)
+        self._sampled_steps = SampledSteps(
+            device, max_rows, self._run_step, can_go_ahead=not has_experts
+        )
         self.graphs = DecodeGraphs(
             runs, device, capture, sizes=sizes, state=self._sampled_steps.last_tokens
         )

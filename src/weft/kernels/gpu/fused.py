@@ -1,4 +1,4 @@
-"""Fused GPU kernels in Triton: each replaces several of torch's kernels in a pass without gradients.
+"""Fused GPU kernels in Triton, each for several of torch's kernels in a pass without gradients.
 
 A decode step is a captured CUDA graph of many small kernels, most of which take less time than the
 gap before them. The kernels are off by default. The environment variable `WEFT_GPU_KERNELS` lists
