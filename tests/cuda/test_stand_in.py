@@ -80,7 +80,7 @@ def test_tensors_of_two_devices_do_not_go_together(program: Program) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flash", [pytest.param("plain", marks=pytest.mark.slow), "pages"])
+@pytest.mark.parametrize("flash", ["plain", pytest.param("pages", marks=pytest.mark.exhaustive)])
 def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
     """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes
     shared prompts in both.

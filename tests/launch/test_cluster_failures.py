@@ -103,13 +103,14 @@ def errors(out: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith("error")]
 
 
-def test_workers_killed_at_random_moments_leave_no_trace(root, whole):
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_workers_killed_at_random_moments_leave_no_trace(root, whole, kills):
     draw = random.Random(3)
     with ray_cluster.cluster(**CHECKED_OFTEN) as nodes:
-        command, run = begin(nodes, root, "shot")
+        command, run = begin(nodes, root, f"shot{kills}")
         command.after(run / "metrics.jsonl")
         seen = 0
-        for number in (1, 2):
+        for number in range(1, kills + 1):
             until(command, partial(beyond, run, seen))
             time.sleep(draw.uniform(0.0, 2.0))
             workers = nodes.processes(WORKER)
@@ -118,9 +119,8 @@ def test_workers_killed_at_random_moments_leave_no_trace(root, whole):
             until(command, partial(restarted, run, number))
             seen = steps(run)
         code, out = command.end(SECONDS)
-        assert code == 0 and restarts(run) == 2 and command.none_left(20) and nodes.no_workers(), (
-            out
-        )
+        assert code == 0 and command.none_left(20) and nodes.no_workers(), out
+        assert restarts(run) == kills, out
         assert timeless(run) == timeless(whole.result())
 
 
