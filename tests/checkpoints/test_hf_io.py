@@ -6,6 +6,7 @@ import json
 import pickle
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,14 @@ def test_shapes_take_no_memory_and_no_random_numbers() -> None:
     shapes = hf_io.compute_parameter_shapes(tiny().config, "score")
     assert shapes["score.weight"] == (1, 32) and "head.weight" not in shapes
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_shapes_of_a_configuration_with_a_list() -> None:
+    """A user's family may give its windows so; equal configurations share their shapes."""
+    config = tiny().config
+    listed = replace(config, windows=[8] * config.num_layers)
+    assert hf_io.compute_parameter_shapes(listed) == hf_io.compute_parameter_shapes(config)
+    assert hf_io.compute_parameter_shapes(replace(listed)) is hf_io.compute_parameter_shapes(listed)
 
 
 # -- errors

@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,8 @@ GENERATION = "generation_config.json"
 POOLING = "weft_pooling"
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LISTED = 8  # maximum number of names in a message
+# By repr, because a user's family can put lists into a configuration, which have no hash.
+_shapes: dict[tuple[str, str], Mapping[str, tuple[int, ...]]] = {}
 
 
 # -- configuration
@@ -422,25 +423,24 @@ def compute_initial_values(
         return torch.full(shape, 0.0 if config.norm == "rms_plus_one" else 1.0)
     low, high = randomness.derive_key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    std = _compute_initial_std(name, shape, config)
+    std = config.initializer_range
+    if name == "score.weight":
+        std = 1.0 / math.sqrt(shape[1] + 1)
+    elif name.endswith((".attention.o.weight", ".down.weight")):
+        std /= math.sqrt(2 * config.num_layers)
     return torch.randn(shape, generator=generator, dtype=torch.float32) * std
 
 
-def _compute_initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
-    if name == "score.weight":
-        return 1.0 / math.sqrt(shape[1] + 1)
-    residual = name.endswith((".attention.o.weight", ".down.weight"))
-    return config.initializer_range / (math.sqrt(2 * config.num_layers) if residual else 1.0)
-
-
-@lru_cache(maxsize=64)
 def compute_parameter_shapes(
     config: TransformerConfig, head: Head = "lm"
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of every parameter, by canonical name, without allocating the parameters."""
-    with torch.device("meta"):
-        parameters = canonical_values(Transformer(config, head))
-        return {name: tuple(values.shape) for name, values in parameters.items()}
+    key = repr(config), head
+    if key not in _shapes:
+        with torch.device("meta"):
+            parameters = canonical_values(Transformer(config, head))
+        _shapes[key] = {name: tuple(values.shape) for name, values in parameters.items()}
+    return _shapes[key]
 
 
 # -- writing

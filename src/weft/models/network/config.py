@@ -27,7 +27,7 @@ class Rope:
     theta: float
     dim: int
     scaling: str = "none"
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
