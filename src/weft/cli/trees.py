@@ -166,6 +166,7 @@ def write_json_lines(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _check_output(path: str) -> None:
+    """Raise `ConfigError` unless the path ends in .jsonl or .jsonl.gz."""
     if not path.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
 

@@ -1,4 +1,4 @@
-"""Fused GPU kernels in Triton, each for several of torch's kernels in a pass without gradients.
+"""Fused GPU kernels in Triton, each of which replaces several kernels of torch during inference.
 
 A decode step is a captured CUDA graph of many small kernels, most of which take less time than the
 gap before them. The kernels are off by default. The environment variable `WEFT_GPU_KERNELS` lists
@@ -23,12 +23,12 @@ from weft.kernels.gpu import flex
 VARIABLE = "WEFT_GPU_KERNELS"
 KERNELS = ("add_norm", "draw", "store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_WIDTH = 16384  # most elements of a row that one program normalizes at once
+MAX_WIDTH = 16384  # maximum elements of a row, which one program normalizes at once
 ELEMENTS_PER_WARP = 512  # of a row that a program normalizes; a warp has 32 threads
 MAX_WARPS = 16
 DRAW_SEGMENTS = 128  # parts of the vocabulary whose weights are added separately
 DRAW_LANES = 64  # sums of each part
-STORE_BLOCK = 1024  # most elements of a token's keys that one program copies
+STORE_BLOCK = 1024  # maximum elements of a token's keys that one program copies
 
 
 @functools.cache

@@ -124,7 +124,7 @@ class Norm(nn.Module):
 
 
 def normalize(norm: Norm, states: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
-    """Return the hidden states, added up, and their norm, each [T, hidden]."""
+    """Return the hidden states and their norm, each [T, hidden]; a pending sum is computed."""
     if isinstance(states, PendingSum):
         return states.normalize(norm.weight, norm.eps, norm.offset)
     return states, norm(states)
